@@ -1,0 +1,68 @@
+"""Devices and clusters as values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rota.errors import InputError
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One place where a model, or a part of one, can run."""
+
+    index: int
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int
+    """What a task may use; on a CPU rota enforces it."""
+    cores: tuple[int, ...] = ()
+    """The CPU cores that its worker is pinned to; empty means any."""
+    label: str = ""
+    """What people call it, for example the GPU's product name."""
+
+    @property
+    def name(self) -> str:
+        """A short name, unique in its cluster: cpu:0, cuda:3."""
+        return f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The devices that a run may use."""
+
+    devices: tuple[Device, ...]
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError("the cluster has no devices; give at least one")
+
+
+def parse_bytes(size: str | int, *, what: str = "memory") -> int:
+    """Read a size such as "4GiB", "500 MB" or a plain number of bytes."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        amount = size
+    elif isinstance(size, str) and size.strip().isdigit():
+        amount = int(size)
+    else:
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            raise InputError(f"{what} {size!r} is not a size; write it like 4GiB, 500MB or 1073741824")
+        amount = int(float(match[1]) * _UNITS[match[2].lower()])
+    if amount <= 0:
+        raise InputError(f"{what} must be more than nothing, not {size!r}")
+    return amount
+
+
+def format_bytes(amount_bytes: float) -> str:
+    """Write a size for people: 512 MiB, 11.3 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount_bytes < 1024:
+            return f"{amount_bytes:.3g} {unit}"
+        amount_bytes /= 1024
+    return f"{amount_bytes:.3g} TiB"

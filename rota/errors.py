@@ -1,0 +1,67 @@
+"""Every exception that rota raises on purpose.
+
+::
+
+    RotaError
+    ├── InputError               what the user gave is wrong: a task, a sweep file, an option
+    │   └── RunMismatchError     the run folder belongs to another sweep, or the sweep changed since
+    ├── RunInUseError            another process is running this run
+    ├── StoreError               the journal cannot be read or written
+    ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
+    │   └── CorruptCheckpointError   its files are truncated or altered
+    ├── MessageError             a message between processes cannot be understood
+    └── TaskError                a task cannot go on; carries what the user should read
+        └── DivergedError        its loss became NaN or infinite
+
+The message of each is one sentence for the user: what is wrong, where, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class RotaError(Exception):
+    """The root of rota's exceptions; catch it to catch them all."""
+
+
+class InputError(RotaError, ValueError):
+    """What the user gave cannot be used."""
+
+
+class RunMismatchError(InputError):
+    """The run folder holds a run of another sweep."""
+
+
+class RunInUseError(RotaError):
+    """Another process holds the run folder."""
+
+
+class StoreError(RotaError):
+    """The journal cannot be read or written."""
+
+
+class CheckpointError(RotaError):
+    """A checkpoint cannot be written or does not fit."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint's files are not what was committed."""
+
+
+class MessageError(RotaError):
+    """Bytes from another process or from disk do not form a known message."""
+
+
+class TaskError(RotaError):
+    """A task cannot go on; `traceback` holds the user's own frames, if it was their code that raised."""
+
+    def __init__(self, message: str, *, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+class DivergedError(TaskError):
+    """The loss became NaN or infinite at `step`."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step

@@ -1,0 +1,1 @@
+"""Carries a sweep out: who runs what, what happened, and what to do about it."""

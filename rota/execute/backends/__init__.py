@@ -1,0 +1,1 @@
+"""Where processes live: this machine, or a virtual clock."""

@@ -1,0 +1,55 @@
+"""What the controller needs of the place where tasks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rota.runtime.messages import Measured, Report
+from rota.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLost:
+    """The worker of a device died or hung, and has been ended. The next launch starts a new one."""
+
+    reason: str
+    retry: bool
+    """Whether another attempt may succeed."""
+
+
+Sign = tuple[str, Report | WorkerLost]
+"""A device, and what was heard of it."""
+
+
+class Backend(Protocol):
+    """Runs tasks on devices; one at a time on each."""
+
+    def now_s(self) -> float:
+        """The time, as the journal keeps it."""
+        ...
+
+    def launch(self, device: str, task: Task, *, attempt: int, folder: Path) -> None:
+        """Start a task on a device that has none. TaskError if it cannot be sent there."""
+        ...
+
+    def halt(self, device: str) -> None:
+        """Ask the device's task to save itself and leave; it reports Halted."""
+        ...
+
+    def kill(self, device: str) -> None:
+        """End the device's worker at once; nothing more is heard of its task."""
+        ...
+
+    def confirm(self, device: str, measured: Measured) -> None:
+        """Tell a worker that its measurements are in the journal."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Sign]:
+        """What was heard, in order; waits up to `timeout_s` for the first."""
+        ...
+
+    def close(self) -> None:
+        """End every worker and let go of everything."""
+        ...

@@ -1,0 +1,262 @@
+"""Runs tasks on this machine: one worker process for each device, started once and used for task after task."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import cloudpickle
+import psutil
+
+from rota.cluster.device import Cluster, Device
+from rota.errors import MessageError, TaskError
+from rota.execute.backends.base import Sign, WorkerLost
+from rota.runtime import channel
+from rota.runtime.messages import Beat, Halt, Measured, Ready, Shutdown, Stored, Train
+from rota.runtime.worker import WorkerSettings
+from rota.task import Task
+
+# A worker tells every second that it lives. One that says nothing for this long, and does not compute either (a call
+# into C may keep the interpreter busy for minutes), is hung.
+_SILENT_S = 6.0
+_IDLE_S = 2.0
+_IDLE_CPU_S = 0.05
+_GOODBYE_S = 1.0
+_OUTPUT_TAIL_BYTES = 2000
+
+
+class LocalBackend:
+    """The worker processes of a cluster that is this machine."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._devices = {device.name: device for device in cluster.devices}
+        self._workers: dict[str, _WorkerProcess] = {}
+        self._selector = selectors.DefaultSelector()
+        self._signs: list[Sign] = []
+
+    def now_s(self) -> float:
+        """The wall clock."""
+        return time.time()
+
+    def warm_up(self, count: int) -> None:
+        """Start some workers before there is work, so that they import torch while the sweep is being read."""
+        for name in list(self._devices)[:count]:
+            self._worker(name)
+
+    def launch(self, device: str, task: Task, *, attempt: int, folder: Path) -> None:
+        """Send the task to the device's worker, starting one if there is none."""
+        try:
+            payload = cloudpickle.dumps(task)
+        except Exception as error:  # whatever the user's objects raise
+            raise TaskError(
+                f"task {task.name!r} cannot be sent to its worker ({type(error).__name__}: {error}); create locks, "
+                "files and connections inside the factories"
+            ) from error
+        worker = self._worker(device)
+        worker.task = task.name
+        worker.send(Train(task=task.name, attempt=attempt, folder=str(folder.absolute())), payload)
+
+    def halt(self, device: str) -> None:
+        """Pass the request on."""
+        worker = self._workers.get(device)
+        if worker is not None and worker.task is not None:
+            worker.send(Halt(task=worker.task))
+
+    def kill(self, device: str) -> None:
+        """End the worker with SIGKILL."""
+        worker = self._workers.pop(device, None)
+        if worker is not None:
+            self._selector.unregister(worker.socket)
+            worker.end()
+
+    def confirm(self, device: str, measured: Measured) -> None:
+        """Pass the confirmation on."""
+        worker = self._workers.get(device)
+        if worker is not None:
+            worker.send(Stored(task=measured.task, attempt=measured.attempt, number=measured.number))
+
+    def poll(self, timeout_s: float) -> list[Sign]:
+        """Read from the workers and look after them."""
+        for key, _ in self._selector.select(0 if self._signs else timeout_s):
+            self._read(key.data)
+        for worker in list(self._workers.values()):
+            worker.flush()
+            self._look_after(worker)
+        signs, self._signs = self._signs, []
+        return signs
+
+    def close(self) -> None:
+        """Let idle workers go, and end the others."""
+        for worker in self._workers.values():
+            if worker.task is None and worker.ready:
+                worker.send(Shutdown())
+        deadline_s = time.monotonic() + _GOODBYE_S
+        for name, worker in list(self._workers.items()):
+            if worker.task is None and worker.ready:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.0, deadline_s - time.monotonic()))
+            self.kill(name)
+        self._selector.close()
+
+    def _worker(self, device: str) -> _WorkerProcess:
+        worker = self._workers.get(device)
+        if worker is not None and worker.process.poll() is not None:  # died while it had nothing to do
+            self.kill(device)
+            worker = None
+        if worker is None:
+            worker = self._workers[device] = _WorkerProcess(self._devices[device])
+            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+        return worker
+
+    def _read(self, worker: _WorkerProcess) -> None:
+        while True:
+            try:
+                data = worker.socket.recv(1 << 20)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                return  # it has died; _look_after tells how
+            worker.heard_s = time.monotonic()
+            try:
+                for message, _ in worker.deframer.feed(data):
+                    self._hear(worker, message)
+            except MessageError as error:
+                self._lose(worker, f"its worker sent nonsense ({error})", retry=True)
+                return
+
+    def _hear(self, worker: _WorkerProcess, message: Any) -> None:
+        if isinstance(message, Beat):
+            worker.beat = message
+        elif isinstance(message, Ready):
+            worker.ready = True
+        if type(message).__name__ in ("Finished", "Halted", "Failed"):
+            worker.task = None
+        self._signs.append((worker.device.name, message))
+
+    def _look_after(self, worker: _WorkerProcess) -> None:
+        code = worker.process.poll()
+        if code is not None:
+            self._read(worker)  # what it said before it died still counts
+            self._lose(worker, worker.cause_of_death(code), retry=True)
+            return
+        silent_s = time.monotonic() - worker.heard_s
+        if silent_s > _SILENT_S and worker.is_still():
+            self._lose(worker, f"its worker gave no sign of life for {silent_s:.0f} s", retry=True)
+            return
+        beat = worker.beat
+        if worker.task is not None and beat is not None and beat.task == worker.task and beat.limit_s is not None:
+            busy_s = beat.phase_s + silent_s
+            if busy_s > beat.limit_s:
+                self._lose(worker, f"{beat.phase} did not end within {beat.limit_s:g} s", retry=beat.retry)
+
+    def _lose(self, worker: _WorkerProcess, reason: str, *, retry: bool) -> None:
+        busy = worker.task is not None
+        self.kill(worker.device.name)
+        if busy:
+            self._signs.append((worker.device.name, WorkerLost(reason=reason, retry=retry)))
+
+
+class _WorkerProcess:
+    """A worker, seen from outside."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.task: str | None = None
+        self.ready = False
+        self.deframer = channel.Deframer()
+        self.beat: Beat | None = None
+        self.heard_s = time.monotonic()
+        self._outbox = bytearray()
+        self._cpu_s = 0.0
+        self._cpu_since_s = time.monotonic()
+        # What it prints before its first task is only of interest if it dies.
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = _spawn(device, theirs, self._output)
+        self.socket.setblocking(False)
+
+    def send(self, message: Any, payload: bytes = b"") -> None:
+        """Send without ever waiting for the worker; what does not fit is sent by `flush`."""
+        self._outbox += channel.frame(message, payload)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the worker is ready to take."""
+        while self._outbox:
+            try:
+                sent = self.socket.send(memoryview(self._outbox)[: 1 << 20])
+            except BlockingIOError:
+                return
+            except OSError:  # it has died, and poll will tell
+                self._outbox.clear()
+                return
+            del self._outbox[:sent]
+
+    def is_still(self) -> bool:
+        """Whether it has not computed for a while."""
+        now_s = time.monotonic()
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return True
+        cpu_s = times.user + times.system
+        if cpu_s - self._cpu_s > _IDLE_CPU_S:
+            self._cpu_s, self._cpu_since_s = cpu_s, now_s
+        return now_s - self._cpu_since_s > _IDLE_S
+
+    def cause_of_death(self, code: int) -> str:
+        """A sentence about how it ended."""
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the machine may have run out of memory)" if -code == signal.SIGKILL else ""
+            return f"its worker was killed by {name}{hint}"
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - _OUTPUT_TAIL_BYTES))
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return f"its worker exited with code {code}" + (f": {lines[-1]}" if lines else "")
+
+    def end(self) -> None:
+        """Kill it if it lives, and release what belonged to it."""
+        self.process.kill()
+        self.process.wait()
+        self.socket.close()
+        self._output.close()
+
+
+def _spawn(device: Device, theirs: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    settings = WorkerSettings(
+        socket=theirs.fileno(),
+        kind=device.kind,
+        cores=device.cores,
+        memory_bytes=device.memory_bytes,
+        parent=os.getpid(),
+    )
+    threads = str(max(1, len(device.cores)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    if device.kind == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
+    else:
+        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+    # -P: the current folder is only importable if it is for the controller too.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "rota.runtime.worker", json.dumps(dataclasses.asdict(settings))],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(theirs.fileno(),),
+    )

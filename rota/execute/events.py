@@ -1,0 +1,94 @@
+"""What the journal holds beside the workers' reports: what the controller decided, and what befell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rota.codec import register
+from rota.runtime.messages import Began, Failed, Finished, Halted, Measured, Noticed, Saved
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunBegan:
+    """The first event of every run: what was asked for."""
+
+    name: str
+    source: str
+    """The sweep file as the user named it, or empty for a sweep made in a script or notebook."""
+    source_digest: str
+    """The file's SHA-256, so that a resume notices a change."""
+    sweep_digest: str
+    tasks: tuple[dict[str, Any], ...]
+    """For each task its name, settings, and the numbers that describe it."""
+    devices: tuple[dict[str, Any], ...]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunResumed:
+    """A controller took the run up again; tasks that were running are pending again, and so are these."""
+
+    retried: tuple[str, ...] = ()
+    """Tasks that had ended without finishing, and are tried again."""
+    devices: tuple[dict[str, Any], ...] = ()
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A task was given to a device."""
+
+    task: str
+    attempt: int
+    device: str
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A worker died or hung while it trained the task."""
+
+    task: str
+    attempt: int
+    device: str
+    reason: str
+    retried: bool
+    """Whether the task goes on from its last checkpoint; otherwise it has failed."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """The user stopped the task."""
+
+    task: str
+    attempt: int
+    step: int
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunEnded:
+    """The controller left the run in this state."""
+
+    state: str
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+Event = (
+    RunBegan
+    | RunResumed
+    | Launched
+    | Began
+    | Measured
+    | Saved
+    | Noticed
+    | Halted
+    | Finished
+    | Failed
+    | Lost
+    | Stopped
+    | RunEnded
+)

@@ -1,0 +1,218 @@
+"""What a journal says when it is read from the start: the state of the run and of each task.
+
+The controller and every reader (status, report, result) fold the same events by the same function, so that what is
+shown is what the controller believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rota.errors import StoreError
+from rota.execute.events import Event, Launched, Lost, RunBegan, RunEnded, RunResumed, Stopped
+from rota.execute.states import RUN_TRANSITIONS, TASK_TRANSITIONS, RunState, TaskState
+from rota.runtime.messages import Began, Failed, Finished, Halted, Measured, Noticed, Saved
+
+
+@dataclass(kw_only=True)
+class Span:
+    """A stretch of time that a task spent on a device."""
+
+    device: str
+    attempt: int
+    begin_s: float
+    end_s: float | None = None
+    end: str = ""
+    """How it ended: finished, failed, lost, ..."""
+
+
+@dataclass(kw_only=True)
+class TaskRecord:
+    """What is known of one task."""
+
+    name: str
+    index: int
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    """The numbers that describe the task: steps, seed, precision, ..."""
+    state: TaskState = TaskState.PENDING
+    attempt: int = 0
+    losses: int = 0
+    """Workers lost since the run was begun or resumed."""
+    device: str = ""
+    step: int = 0
+    saved_step: int = 0
+    total_steps: int | None = None
+    parameters: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The latest value of each metric."""
+    step_s: float | None = None
+    """Seconds per step, lately."""
+    spans: list[Span] = field(default_factory=list)
+    reason: str = ""
+    """Why it did not finish."""
+    traceback: str = ""
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def remaining_steps(self) -> int | None:
+        """Steps left from the last checkpoint, if the length is known."""
+        return None if self.total_steps is None else max(0, self.total_steps - self.saved_step)
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent on devices, over all attempts that ended."""
+        return sum(span.end_s - span.begin_s for span in self.spans if span.end_s is not None)
+
+
+class RunRecord:
+    """The fold of a journal. `apply` takes the events one by one."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.source = ""
+        self.source_digest = ""
+        self.sweep_digest = ""
+        self.state = RunState.RUNNING
+        self.tasks: dict[str, TaskRecord] = {}
+        self.devices: list[dict[str, Any]] = []
+        self.begin_s = 0.0
+        self.last_s = 0.0
+        """When the last event happened."""
+        self.notices: list[tuple[float, str, str]] = []
+        """(time, task, text) of everything the user should know."""
+
+    @classmethod
+    def replay(cls, events: Iterable[tuple[float, Event]]) -> RunRecord:
+        """The record that a journal amounts to."""
+        record = cls()
+        for time_s, event in events:
+            record.apply(event, time_s)
+        return record
+
+    def counts(self) -> dict[str, int]:
+        """How many tasks are in each state."""
+        counts: dict[str, int] = {}
+        for task in self.tasks.values():
+            counts[task.state.value] = counts.get(task.state.value, 0) + 1
+        return counts
+
+    def apply(self, event: Event, time_s: float) -> None:
+        """Take note of one event. StoreError if it cannot have happened now."""
+        before_s, self.last_s = self.last_s, time_s
+        if isinstance(event, RunBegan):
+            self._begin(event, time_s)
+        elif isinstance(event, RunResumed):
+            self._resume(event, before_s)
+        elif isinstance(event, RunEnded):
+            self._end(event, time_s)
+        else:
+            task = self.tasks.get(event.task)
+            if task is None:
+                raise StoreError(f"the journal tells of a task {event.task!r} that the run does not have")
+            self._apply_to(task, event, time_s)
+
+    def _begin(self, event: RunBegan, time_s: float) -> None:
+        if self.tasks:
+            raise StoreError("the journal begins twice")
+        self.name, self.source, self.begin_s = event.name, event.source, time_s
+        self.source_digest, self.sweep_digest = event.source_digest, event.sweep_digest
+        self.devices = list(event.devices)
+        for index, fields in enumerate(event.tasks):
+            facts = {key: value for key, value in fields.items() if key not in ("name", "settings")}
+            self.tasks[fields["name"]] = TaskRecord(
+                name=fields["name"],
+                index=index,
+                settings=dict(fields.get("settings", {})),
+                facts=facts,
+                total_steps=facts.get("steps"),
+            )
+
+    def _resume(self, event: RunResumed, before_s: float) -> None:
+        """Tasks that were running when the controller died ran until the last thing that was heard."""
+        self._move_run(RunState.RUNNING)
+        self.devices = list(event.devices) or self.devices
+        for task in self.tasks.values():
+            task.losses = 0
+            if task.state is TaskState.RUNNING:
+                _close(task, time_s=before_s, end="interrupted")
+                _move(task, TaskState.PENDING)
+        for name in event.retried:
+            _move(self.tasks[name], TaskState.PENDING)
+            self.tasks[name].reason = self.tasks[name].traceback = ""
+
+    def _end(self, event: RunEnded, time_s: float) -> None:
+        self._move_run(RunState(event.state))
+        for task in self.tasks.values():
+            if task.state is TaskState.RUNNING:
+                _close(task, time_s=time_s, end="interrupted")
+                _move(task, TaskState.PENDING)
+
+    def _apply_to(self, task: TaskRecord, event: Any, time_s: float) -> None:
+        if isinstance(event, Launched):
+            _move(task, TaskState.RUNNING)
+            task.attempt, task.device = event.attempt, event.device
+            task.spans.append(Span(device=event.device, attempt=event.attempt, begin_s=time_s))
+        elif isinstance(event, Began):
+            task.step = task.saved_step = event.from_step
+            task.total_steps, task.parameters = event.total_steps, event.parameters
+        elif isinstance(event, Measured):
+            task.step = max(step for step, _ in event.rows) if event.rows else task.step
+            task.metrics |= event.latest
+            if event.trained_steps:
+                task.step_s = event.train_s / event.trained_steps
+        elif isinstance(event, Saved):
+            task.saved_step = event.step
+        elif isinstance(event, Noticed):
+            task.notices.append(event.text)
+            self.notices.append((time_s, task.name, event.text))
+        elif isinstance(event, Halted):
+            task.step = task.saved_step = event.step
+        elif isinstance(event, Finished):
+            task.step, task.metrics = event.step, task.metrics | event.metrics
+            _leave(task, TaskState.FINISHED, time_s)
+        elif isinstance(event, Failed):
+            task.step, task.reason, task.traceback = event.step, event.reason, event.traceback
+            _leave(task, TaskState.DIVERGED if event.diverged else TaskState.FAILED, time_s)
+        elif isinstance(event, Lost):
+            self._lose(task, event, time_s)
+        elif isinstance(event, Stopped):
+            task.step = event.step
+            task.reason = "stopped by the user"
+            _leave(task, TaskState.STOPPED, time_s)
+
+    def _lose(self, task: TaskRecord, event: Lost, time_s: float) -> None:
+        task.losses += 1
+        task.step = task.saved_step
+        _close(task, time_s=time_s, end="lost")
+        if event.retried:
+            self.notices.append((time_s, task.name, f"{event.reason}; going on from step {task.saved_step}"))
+            _move(task, TaskState.PENDING)
+        else:
+            task.reason = event.reason
+            _move(task, TaskState.FAILED)
+        task.device = ""
+
+    def _move_run(self, state: RunState) -> None:
+        if state not in RUN_TRANSITIONS[self.state]:
+            raise StoreError(f"the journal moves the run from {self.state} to {state}, which cannot be")
+        self.state = state
+
+
+def _leave(task: TaskRecord, state: TaskState, time_s: float) -> None:
+    _close(task, time_s=time_s, end=state.value)
+    _move(task, state)
+    task.device = ""
+
+
+def _move(task: TaskRecord, state: TaskState) -> None:
+    if state not in TASK_TRANSITIONS[task.state]:
+        raise StoreError(f"the journal moves task {task.name!r} from {task.state} to {state}, which cannot be")
+    task.state = state
+
+
+def _close(task: TaskRecord, *, time_s: float, end: str) -> None:
+    if task.spans and task.spans[-1].end_s is None:
+        task.spans[-1].end_s, task.spans[-1].end = time_s, end

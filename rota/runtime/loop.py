@@ -1,0 +1,194 @@
+"""Trains one task from its last checkpoint to its end, saving and reporting on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rota.errors import CheckpointError, RotaError, TaskError
+from rota.runtime.messages import Began, Finished, Halted, Noticed, Report, Saved
+from rota.runtime.metrics import MetricsLog
+from rota.runtime.training import Training
+from rota.state import checkpoint
+from rota.state.writer import CheckpointWriter, Written
+from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE
+from rota.task import Task
+
+_SAVE_EVERY_S = 30.0
+# Saving may cost this share of the time; where it is slow, it happens less often.
+_SAVE_SHARE = 0.01
+
+
+class Surroundings(Protocol):
+    """What the loop needs of the process it runs in."""
+
+    def report(self, report: Report) -> None:
+        """Tell the controller something; callable from any thread."""
+        ...
+
+    def watch(self, what: str, *, limit_s: float | None, retry: bool, step: int) -> None:
+        """Say what is being done from now on, and how long it may take."""
+        ...
+
+    def halt_requested(self) -> bool:
+        """Whether the task should save itself and leave."""
+        ...
+
+    def confirmed_number(self) -> int:
+        """The last report of metrics that is in the journal."""
+        ...
+
+
+class Loop:
+    """One attempt at a task."""
+
+    def __init__(
+        self, task: Task, *, attempt: int, folder: Path, device: torch.device, surroundings: Surroundings
+    ) -> None:
+        self._task = task
+        self._attempt = attempt
+        self._folder = folder
+        self._device = device
+        self._outside = surroundings
+        self._metrics = MetricsLog(task.name, attempt, surroundings.report)
+        self._writer = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
+        self._saved_at_s = time.perf_counter()
+        self._saved_at_step = 0
+        self._write_failures = 0
+        self.step = 0
+        """The last step taken, for the report of a failure."""
+
+    def run(self) -> Finished | Halted:
+        """Train to the end, or until told to halt. TaskError if the task cannot go on."""
+        try:
+            training = self._prepare()
+            return self._train(training)
+        except RotaError as error:
+            self._metrics.flush()
+            if isinstance(error, TaskError):
+                raise
+            raise TaskError(str(error)) from error
+        finally:
+            self._outside.watch("", limit_s=None, retry=False, step=self.step)
+            self._writer.wait()
+
+    def _prepare(self) -> Training:
+        training = Training(self._task, device=self._device, watch=self._watch_setup)
+        with self._watch_setup("restoring the checkpoint"):
+            found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=self._notice)
+            if found is not None:
+                training.load_state_dict(found.tree["training"], notice=self._notice)
+                self._metrics.load_state_dict(found.tree["metrics"])
+        self.step = self._saved_at_step = training.step
+        self._outside.report(
+            Began(
+                task=self._task.name,
+                attempt=self._attempt,
+                from_step=training.step,
+                total_steps=training.total_steps,
+                parameters=sum(p.numel() for p in training.model.parameters()),
+            )
+        )
+        self._saved_at_s = time.perf_counter()
+        self._metrics.restart_clock()
+        return training
+
+    def _train(self, training: Training) -> Finished | Halted:
+        first = training.step
+        while True:
+            if training.unvalidated:
+                valid = training.validate(interrupted=lambda: self._interrupts_validation(training.step))
+                if valid is not None:
+                    self._metrics.add(training.step, valid)
+            if self._outside.halt_requested():
+                return self._halt(training)
+            if training.step >= training.total_steps:
+                return self._finish(training)
+            if training.batches == 0 and self._save_is_due(training.step):
+                self._save(training)
+            if training.step == first:  # the first batch may have to open files or compile
+                with self._watch_setup(f"step {training.step + 1}"):
+                    means = training.train_batch()
+            else:
+                self._watch_step(f"step {training.step + 1}", training.step)
+                means = training.train_batch()
+            if means is not None:
+                self.step = training.step
+                self._metrics.add(training.step, means)
+
+    # ---- saving ----
+
+    def _save_is_due(self, step: int) -> bool:
+        if step == self._saved_at_step or self._writer.busy:
+            return False
+        if self._task.checkpoint_every is not None:
+            return step - self._saved_at_step >= self._task.checkpoint_every
+        last = self._writer.last
+        cost_s = self._writer.copy_s + (last.write_s if last is not None else 0.0)
+        return time.perf_counter() - self._saved_at_s >= max(_SAVE_EVERY_S, cost_s / _SAVE_SHARE)
+
+    def _save(self, training: Training) -> None:
+        self._metrics.confirm(self._outside.confirmed_number())
+        self._writer.submit(
+            {"training": training.state_dict(), "metrics": self._metrics.state_dict()}, step=training.step
+        )
+        self._saved_at_step = training.step
+        self._saved_at_s = time.perf_counter()
+
+    def _save_and_wait(self, training: Training) -> Written:
+        self._writer.wait()
+        self._save(training)
+        self._writer.wait()
+        assert self._writer.last is not None
+        return self._writer.last
+
+    def _halt(self, training: Training) -> Halted:
+        self._outside.watch("saving", limit_s=None, retry=False, step=training.step)
+        self._save_and_wait(training)
+        return Halted(task=self._task.name, attempt=self._attempt, step=training.step)
+
+    def _finish(self, training: Training) -> Finished:
+        self._outside.watch("writing the model", limit_s=None, retry=False, step=training.step)
+        # The checkpoint first: whatever is killed from here on finds the last step done.
+        written = self._save_and_wait(training)
+        if written.error is not None:
+            raise CheckpointError(f"{written.error}; make room and run `rota resume --failed`")
+        checkpoint.write_model(self._folder / MODEL_FILE, training.model)
+        metrics = dict(training.last)
+        if training.best is not None:
+            metrics |= {"best/loss": training.best["loss"], "best/step": training.best["step"]}
+        return Finished(task=self._task.name, attempt=self._attempt, step=training.step, metrics=metrics)
+
+    def _written(self, written: Written) -> None:
+        """Called by the writer's thread."""
+        if written.error is None:
+            self._write_failures = 0
+            self._outside.report(
+                Saved(task=self._task.name, attempt=self._attempt, step=written.step, write_s=written.write_s)
+            )
+            return
+        self._write_failures += 1
+        if self._write_failures == 1:  # once is enough while the disk stays full
+            self._notice(f"{written.error}; training goes on, and the checkpoint before it still stands")
+
+    def _interrupts_validation(self, step: int) -> bool:
+        self._watch_step(f"validation after step {step}", step)
+        return self._outside.halt_requested()
+
+    # ---- telling ----
+
+    def _notice(self, text: str) -> None:
+        self._outside.report(Noticed(task=self._task.name, attempt=self._attempt, text=text))
+
+    @contextlib.contextmanager
+    def _watch_setup(self, what: str) -> Iterator[None]:
+        self._outside.watch(what, limit_s=self._task.setup_timeout_s, retry=False, step=self.step)
+        yield
+
+    def _watch_step(self, what: str, step: int) -> None:
+        self._outside.watch(what, limit_s=self._task.step_timeout_s, retry=True, step=step)

@@ -1,0 +1,167 @@
+"""What the controller and a worker say to each other: commands go to the worker, reports come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rota.codec import register
+
+# ---- commands ----
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a task; the task itself follows as the message's payload."""
+
+    task: str
+    attempt: int
+    folder: str
+    """Where the task's checkpoints and model are kept."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Halt:
+    """Save the task that is being trained, and leave it."""
+
+    task: str
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """The measurements up to this number are in the journal, so that checkpoints need not carry them."""
+
+    task: str
+    attempt: int
+    number: int
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Shutdown:
+    """End the worker process."""
+
+
+# ---- reports ----
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The worker has started."""
+
+    pid: int
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The worker is alive, and what it is doing."""
+
+    task: str = ""
+    phase: str = ""
+    """What the training thread is doing, for people: "the model factory", "step 17"."""
+    phase_s: float = 0.0
+    """For how long."""
+    limit_s: float | None = None
+    """For how long it may; None where nothing is expected of it."""
+    retry: bool = False
+    """Whether an overrun may be this device's fault, so that another attempt makes sense."""
+    memory_bytes: int = 0
+    step: int = 0
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Began:
+    """The factories have run, the last checkpoint is restored, and training begins."""
+
+    task: str
+    attempt: int
+    from_step: int
+    total_steps: int
+    parameters: int
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The metrics of the steps since the last such report."""
+
+    task: str
+    attempt: int
+    number: int
+    """Counts the reports of a task, over all attempts."""
+    rows: tuple[tuple[int, dict[str, float]], ...]
+    """(step, metrics) for each step; a validated step may come twice."""
+    latest: dict[str, float]
+    """The latest value of each metric, also of those that these rows do not have."""
+    train_s: float
+    """The time that these steps took."""
+
+    @property
+    def trained_steps(self) -> int:
+        """How many training steps are told of."""
+        return sum("train/loss" in metrics for _, metrics in self.rows)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint is committed."""
+
+    task: str
+    attempt: int
+    step: int
+    write_s: float
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Noticed:
+    """Something the user should know; the task goes on."""
+
+    task: str
+    attempt: int
+    text: str
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The task took its last step and its model is written."""
+
+    task: str
+    attempt: int
+    step: int
+    metrics: dict[str, float]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Halted:
+    """The task was told to halt, and did; `step` is what its checkpoint holds."""
+
+    task: str
+    attempt: int
+    step: int
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The task cannot go on, and trying again would not help."""
+
+    task: str
+    attempt: int
+    step: int
+    reason: str
+    diverged: bool = False
+    traceback: str = ""
+    """The frames of the user's own code, where it raised."""
+
+
+Command = Train | Halt | Stored | Shutdown
+Report = Ready | Beat | Began | Measured | Saved | Noticed | Finished | Halted | Failed

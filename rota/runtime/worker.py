@@ -1,0 +1,300 @@
+"""The worker process of one device: started once, it trains task after task until its controller is gone.
+
+Run by the local backend as ``python -m rota.runtime.worker``; the main thread trains, one thread listens to the
+controller, and one tells it every second that the process is alive and what it is doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import json
+import os
+import queue
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from rota.errors import DivergedError, MessageError, TaskError
+from rota.runtime import channel
+from rota.runtime.messages import Beat, Failed, Finished, Halt, Halted, Ready, Report, Shutdown, Stored, Train
+from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE
+
+if TYPE_CHECKING:
+    import torch
+
+BEAT_EVERY_S = 1.0
+
+_LOCK_WAIT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What the backend tells a worker when it starts it."""
+
+    socket: int
+    kind: str
+    cores: tuple[int, ...]
+    memory_bytes: int
+    parent: int
+
+
+class Worker:
+    """The state that the three threads share."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._socket = socket.socket(fileno=settings.socket)
+        self._send_lock = threading.Lock()
+        self._commands: queue.SimpleQueue[tuple[Train | Shutdown, bytes]] = queue.SimpleQueue()
+        self._process = psutil.Process()
+        self._halt = threading.Event()
+        self._confirmed = 0
+        self._current: Train | None = None
+        # (what, since, limit, retry, step): replaced as a whole, so that the beating thread never sees a half.
+        self._watched: tuple[str, float, float | None, bool, int] = ("", 0.0, None, False, 0)
+
+    def main(self) -> None:
+        """Serve until told to shut down."""
+        threading.Thread(target=self._listen, name="rota-listen", daemon=True).start()
+        threading.Thread(target=self._beat, name="rota-beat", daemon=True).start()
+        device = self._start_torch()
+        self.report(Ready(pid=os.getpid()))
+        # The first optimizer imports this, which takes as long as torch itself; do it while waiting for a task.
+        import torch._dynamo  # noqa: F401
+
+        while True:
+            command, payload = self._commands.get()
+            if isinstance(command, Shutdown):
+                return
+            self._train(command, payload, device)
+
+    def _start_torch(self) -> torch.device:
+        import torch
+
+        if self._settings.kind == "cuda":
+            return torch.device("cuda", 0)  # CUDA_VISIBLE_DEVICES shows this worker its own GPU only
+        torch.set_num_threads(max(1, len(self._settings.cores)))
+        torch.set_num_interop_threads(1)
+        return torch.device("cpu")
+
+    # ---- what the loop needs ----
+
+    def report(self, report: Report) -> None:
+        """Send a report; called from every thread."""
+        data = channel.frame(report)
+        with self._send_lock:
+            self._socket.sendall(data)
+
+    def watch(self, what: str, *, limit_s: float | None, retry: bool, step: int) -> None:
+        """Note what the main thread does from now on."""
+        self._watched = (what, time.monotonic(), limit_s, retry, step)
+
+    def halt_requested(self) -> bool:
+        """Whether the controller wants this task to leave."""
+        return self._halt.is_set()
+
+    def confirmed_number(self) -> int:
+        """The last report of metrics that is in the journal."""
+        return self._confirmed
+
+    # ---- the threads ----
+
+    def _listen(self) -> None:
+        deframer = channel.Deframer()
+        while True:
+            try:
+                data = self._socket.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                # The controller is gone, and whoever resumes the run must not find this process still writing.
+                os._exit(0)
+            try:
+                for message, payload in deframer.feed(data):
+                    self._hear(message, payload)
+            except MessageError as error:
+                sys.stderr.write(f"rota worker: {error}\n")
+                os._exit(1)
+
+    def _hear(self, message: Any, payload: bytes) -> None:
+        if isinstance(message, Halt):
+            if self._current is not None and self._current.task == message.task:
+                self._halt.set()
+        elif isinstance(message, Stored):
+            current = self._current
+            if current is not None and (current.task, current.attempt) == (message.task, message.attempt):
+                self._confirmed = message.number
+        elif isinstance(message, Train):
+            # Set here and not when training starts, so that a halt right behind it is not lost.
+            self._halt.clear()
+            self._confirmed = 0
+            self._current = message
+            self._commands.put((message, payload))
+        elif isinstance(message, Shutdown):
+            self._commands.put((message, payload))
+
+    def _beat(self) -> None:
+        while True:
+            what, since_s, limit_s, retry, step = self._watched
+            current = self._current
+            beat = Beat(
+                task=current.task if current is not None else "",
+                phase=what,
+                phase_s=time.monotonic() - since_s,
+                limit_s=limit_s,
+                retry=retry,
+                memory_bytes=self._process.memory_info().rss,
+                step=step,
+            )
+            try:
+                self.report(beat)
+            except OSError:
+                os._exit(0)
+            time.sleep(BEAT_EVERY_S)
+
+    # ---- one task ----
+
+    def _train(self, command: Train, payload: bytes, device: torch.device) -> None:
+        from rota.runtime.loop import Loop
+
+        folder = Path(command.folder)
+        outcome: Finished | Halted | Failed
+        loop: Loop | None = None
+        try:
+            lock = _own(folder)
+            try:
+                _redirect_output(folder / OUTPUT_FILE)
+                task = _unpickle(payload, command.task)
+                with _memory_limit(self._settings):
+                    loop = Loop(task, attempt=command.attempt, folder=folder, device=device, surroundings=self)
+                    outcome = loop.run()
+            finally:
+                os.close(lock)
+        except TaskError as error:
+            diverged = isinstance(error, DivergedError)
+            step = error.step if isinstance(error, DivergedError) else (loop.step if loop else 0)
+            outcome = Failed(
+                task=command.task,
+                attempt=command.attempt,
+                step=step,
+                reason=str(error),
+                diverged=diverged,
+                traceback=error.traceback,
+            )
+        except Exception as error:
+            outcome = _unexpected(command, error)
+        self._current = None
+        self.report(outcome)
+
+
+def _unexpected(command: Train, error: Exception) -> Failed:
+    """A failure outside of the user's code: memory that ran out between their calls, or a defect of rota."""
+    from rota.runtime.user_code import is_out_of_memory
+
+    if is_out_of_memory(error):
+        reason = "training ran out of memory; use a smaller model or batch, or a device with more memory"
+    else:
+        reason = f"rota itself failed with {type(error).__name__}: {error}; please report it with the traceback"
+    trace = "".join(traceback.format_exception(error))
+    return Failed(task=command.task, attempt=command.attempt, step=0, reason=reason, traceback=trace)
+
+
+def _own(folder: Path) -> int:
+    """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except OSError:
+            if time.monotonic() > deadline_s:
+                os.close(handle)
+                raise TaskError(f"another process is training in {folder}; end it, then `rota resume`") from None
+            time.sleep(0.05)
+
+
+def _redirect_output(path: Path) -> None:
+    """What the user's code prints goes to a file of the task, not over the progress table."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def _unpickle(payload: bytes, name: str) -> Any:
+    import cloudpickle
+
+    from rota.runtime.user_code import calling
+
+    with calling(f"importing what task {name} needs"):
+        return cloudpickle.loads(payload)
+
+
+class _memory_limit:  # noqa: N801
+    """On a CPU device, allocations beyond the device's memory fail as they would on a GPU."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._budget_bytes = settings.memory_bytes if settings.kind == "cpu" else 0
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        used = _data_bytes()
+        if self._budget_bytes and used:
+            resource.setrlimit(resource.RLIMIT_DATA, (used + self._budget_bytes, self._before[1]))
+
+    def __exit__(self, *exception: object) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, self._before)
+
+
+def _data_bytes() -> int:
+    """The writable private memory of this process, which is what RLIMIT_DATA counts (Linux)."""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmData:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """End when the controller ends, even if this process is stopped or busy inside C (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def main() -> None:
+    """Start as the process of one device."""
+    fields = json.loads(sys.argv[1])
+    settings = WorkerSettings(**{**fields, "cores": tuple(fields["cores"])})
+    _die_with(settings.parent)
+    # The terminal sends Ctrl-C to every process; only the controller acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    if settings.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, settings.cores)
+    Worker(settings).main()
+
+
+if __name__ == "__main__":
+    main()

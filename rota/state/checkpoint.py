@@ -1,0 +1,141 @@
+"""Checkpoints on disk: safetensors and JSON, committed by a rename, verified by checksums.
+
+A task's checkpoints live side by side in one folder, numbered in the order of writing. The newest committed one counts;
+the one before it is kept, so that a damaged file costs a few steps and not the task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rota.errors import CheckpointError, CorruptCheckpointError
+from rota.state import files
+from rota.state.tree import flatten, unflatten
+
+_FORMAT = 1
+_KEEP = 2
+_TENSORS, _STATE, _COMMIT = "tensors.safetensors", "state.json", "commit.json"
+_NAME = re.compile(r"checkpoint-(\d{8,})")
+_TAKEN = re.compile(r"checkpoint-(\d{8,})(\.damaged)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was read back and found whole."""
+
+    path: Path
+    tree: Any
+
+
+def write(folder: Path, tree: Any) -> Path:
+    """Commit a new checkpoint and drop the ones that are no longer needed."""
+    skeleton, tensors = flatten(tree)
+    return write_flat(folder, skeleton, tensors)
+
+
+def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) -> Path:
+    """As `write`, for state that `flatten` has already split (the background writer copies it in between)."""
+    side = folder / f".writing-{os.getpid()}"
+    try:
+        files.make_private_folder(folder)
+        target = folder / f"checkpoint-{_next_number(folder):08d}"
+        files.remove(side)
+        side.mkdir(mode=0o700)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, side / _TENSORS)
+        files.sync_file(side / _TENSORS)
+        files.write_text(side / _STATE, json.dumps({"format": _FORMAT, "tree": skeleton}))
+        files.write_text(side / _COMMIT, json.dumps({name: _fingerprint(side / name) for name in (_TENSORS, _STATE)}))
+        files.sync_folder(side)
+        os.rename(side, target)
+        files.sync_folder(folder)
+    except (OSError, SafetensorError) as error:
+        files.remove(side)
+        raise CheckpointError(f"the checkpoint in {folder} could not be written: {_reason(error)}") from error
+    for path in committed(folder)[:-_KEEP]:
+        files.remove(path)
+    return target
+
+
+def read_latest(folder: Path, *, notice: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole; a damaged one is set aside, and said through `notice`."""
+    for leftover in folder.glob(".writing-*"):
+        files.remove(leftover)
+    for path in reversed(committed(folder)):
+        try:
+            return Checkpoint(path=path, tree=read(path))
+        except CorruptCheckpointError as error:
+            aside = path.with_name(path.name + ".damaged")
+            files.remove(aside)
+            os.rename(path, aside)
+            notice(f"{error}; it was set aside as {aside.name} and the one before it is used")
+    return None
+
+
+def read(path: Path) -> Any:
+    """Read one checkpoint, after comparing every byte with what was committed."""
+    try:
+        commit = json.loads((path / _COMMIT).read_text(encoding="utf-8"))
+        for name in (_TENSORS, _STATE):
+            if commit[name] != _fingerprint(path / name):
+                raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({name} was truncated or altered)")
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if state["format"] != _FORMAT:
+            raise CheckpointError(
+                f"checkpoint {path} has format {state['format']}, and this rota reads format {_FORMAT}; "
+                "use the version of rota that wrote it"
+            )
+        return unflatten(state["tree"], load_file(path / _TENSORS))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({_reason(error)})") from error
+
+
+def committed(folder: Path) -> list[Path]:
+    """The committed checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def write_model(path: Path, model: torch.nn.Module) -> None:
+    """Write a model's weights under their plain PyTorch names; tied weights are written under each name."""
+    weights: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        copy = tensor.detach().cpu().contiguous()
+        # safetensors refuses tensors that share memory; a plain strict load wants every name.
+        weights[name] = copy.clone() if copy.untyped_storage().data_ptr() in storages else copy
+        storages.add(copy.untyped_storage().data_ptr())
+    try:
+        with files.replacing(path) as side:
+            save_file(weights, side)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the model could not be written to {path}: {_reason(error)}") from error
+
+
+def _next_number(folder: Path) -> int:
+    taken = [int(match[1]) for path in folder.iterdir() if (match := _TAKEN.fullmatch(path.name))]
+    return max(taken, default=0) + 1
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.seek(0, os.SEEK_END), "sha256": digest}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error) or type(error).__name__

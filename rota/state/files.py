@@ -1,0 +1,59 @@
+"""Writes files so that after a crash there is either the old content or the new, never a mixture."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file and wait until it is on disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path to write to, which replaces `path` once the block ends well."""
+    side = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield side
+        sync_file(side)
+        os.replace(side, path)
+        sync_folder(path.parent)
+    finally:
+        remove(side)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder that only this user can read; folders above it are left as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)

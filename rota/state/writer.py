@@ -1,0 +1,79 @@
+"""Writes checkpoints in the background: training waits for the copy to memory and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rota.errors import CheckpointError
+from rota.state import checkpoint
+from rota.state.tree import flatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What became of a checkpoint that was handed to the writer."""
+
+    step: int
+    write_s: float
+    error: str | None
+    """Why it was not written, or None."""
+
+
+class CheckpointWriter:
+    """One background thread that writes one checkpoint at a time; `done` is called from it."""
+
+    def __init__(self, folder: Path, *, done: Callable[[Written], None]) -> None:
+        self._folder = folder
+        self._done = done
+        self._thread: threading.Thread | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.copy_s = 0.0
+        """How long training waited for the last copy."""
+        self.last: Written | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, tree: Any, *, step: int) -> None:
+        """Copy the state and write it in the background. Waits for the write before it, if that is still going."""
+        self.wait()
+        started_s = time.perf_counter()
+        skeleton, tensors = flatten(tree)
+        self._buffers = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        self.copy_s = time.perf_counter() - started_s
+        self._thread = threading.Thread(target=self._write, args=(skeleton, step), name="rota-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Fresh memory costs a page fault per 4 KiB, which is dearer than the copy: use the last copy's again.
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffer.copy_(tensor)
+
+    def _write(self, skeleton: Any, step: int) -> None:
+        started_s = time.perf_counter()
+        error = None
+        try:
+            checkpoint.write_flat(self._folder, skeleton, self._buffers)
+        except CheckpointError as failure:
+            error = str(failure)
+        except Exception as failure:  # a bug here must not end as a checkpoint that is silently missing
+            error = f"{type(failure).__name__}: {failure}"
+        self.last = Written(step=step, write_s=time.perf_counter() - started_s, error=error)
+        self._done(self.last)

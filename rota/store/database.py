@@ -1,0 +1,76 @@
+"""Opens the SQLite file of a run, and turns its failures into sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+from rota.errors import InputError, StoreError
+
+FILE = "journal.db"
+_FORMAT = 1
+_BUSY_MS = 5000
+
+
+def create(path: Path, *, durable: bool) -> sqlite3.Connection:
+    """Open the file for writing, making it if it is not there.
+
+    `durable` waits for the disk at each commit: what was committed survives a power cut, not just a killed process.
+    """
+    fresh = not path.exists()
+    with translated(path):
+        if fresh:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        connection = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1000)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        if fresh or not connection.execute("PRAGMA user_version").fetchone()[0]:
+            connection.executescript(resources.files("rota.store").joinpath("schema.sql").read_text())
+            connection.execute(f"PRAGMA user_version={_FORMAT}")
+        _check(connection, path)
+        return connection
+
+
+def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:
+    """Open the file of a run that exists, to read it while another process writes."""
+    if not path.is_file():
+        raise InputError(f"{path.parent} is not a run: it holds no {path.name}; see `rota status` for the runs here")
+    with translated(path):
+        mode = "rw" if writable else "ro"
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=_BUSY_MS / 1000
+        )
+        _check(connection, path)
+        return connection
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into a StoreError that says what to do."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        reason = str(error)
+        if "full" in reason:
+            advice = "make room on the disk, then `rota resume`"
+        elif "malformed" in reason or "not a database" in reason:
+            advice = (
+                "the file is damaged; restore it from a backup, or move it away and start the run anew "
+                "(models and checkpoints beside it are untouched)"
+            )
+        else:
+            advice = "see that the folder can be read and written by you"
+        raise StoreError(f"the journal {path} cannot be used ({reason}); {advice}") from error
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found != _FORMAT:
+        raise StoreError(
+            f"the journal {path} has format {found}, and this rota reads format {_FORMAT}; "
+            "use the version of rota that wrote it"
+        )

@@ -1,0 +1,121 @@
+"""The append-only journal of a run: events in, events out."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota import codec
+from rota.errors import MessageError, StoreError
+from rota.store import database
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Something another process asked of the controller."""
+
+    verb: str
+    task: str
+
+
+class Journal:
+    """The controller's end: it alone appends events."""
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self.path = path
+        self._connection = database.create(path, durable=durable)
+        self._open = False
+        with database.translated(path):
+            self._seen = self._connection.execute("SELECT coalesce(max(seq), 0) FROM requests").fetchone()[0]
+
+    def append(self, event: Any, *, time_s: float) -> None:
+        """Add an event; it is kept from the next `commit` on."""
+        kind, data = codec.encode(event)
+        with database.translated(self.path):
+            if not self._open:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._open = True
+            self._connection.execute(
+                "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)",
+                (time_s, kind, getattr(event, "task", ""), data),
+            )
+
+    def commit(self) -> None:
+        """Keep what was appended."""
+        if self._open:
+            with database.translated(self.path):
+                self._connection.execute("COMMIT")
+            self._open = False
+
+    def new_requests(self) -> list[Request]:
+        """What was asked since the last call."""
+        with database.translated(self.path):
+            rows = self._connection.execute(
+                "SELECT seq, verb, task FROM requests WHERE seq > ? ORDER BY seq", (self._seen,)
+            ).fetchall()
+        if rows:
+            self._seen = rows[-1][0]
+        return [Request(verb=verb, task=task) for _, verb, task in rows]
+
+    def close(self) -> None:
+        """Commit and let go of the file."""
+        try:
+            self.commit()
+        finally:
+            self._connection.close()
+
+
+def read_events(path: Path) -> Iterator[tuple[float, Any]]:
+    """Every event with its time, from the first on."""
+    yield from _decoded(path, "SELECT time_s, kind, data FROM events ORDER BY seq", ())
+
+
+def read_summary(path: Path) -> Iterator[tuple[float, Any]]:
+    """The events without the bulk of the metrics: of those, the last report of each task.
+
+    Enough for the state of a run, and as fast for a long one as for a short one.
+    """
+    query = (
+        "SELECT time_s, kind, data FROM events WHERE kind != 'Measured' OR seq IN "
+        "(SELECT max(seq) FROM events WHERE kind = 'Measured' GROUP BY task) ORDER BY seq"
+    )
+    yield from _decoded(path, query, ())
+
+
+def read_metrics(path: Path, task: str) -> list[dict[str, float]]:
+    """A task's metrics: a dict per step with "step" and each metric, in the order of steps."""
+    rows: dict[int, dict[str, float]] = {}
+    query = "SELECT time_s, kind, data FROM events WHERE task = ? AND kind = 'Measured' ORDER BY seq"
+    for _, event in _decoded(path, query, (task,)):
+        for step, metrics in event.rows:
+            # A step that was taken again after a crash is reported again, with the same values.
+            rows.setdefault(step, {"step": step}).update(metrics)
+    return [rows[step] for step in sorted(rows)]
+
+
+def ask(path: Path, *, verb: str, task: str = "") -> None:
+    """Leave a request for the controller of a run."""
+    connection = database.open_existing(path, writable=True)
+    try:
+        with database.translated(path):
+            connection.execute("INSERT INTO requests (time_s, verb, task) VALUES (?, ?, ?)", (time.time(), verb, task))
+    finally:
+        connection.close()
+
+
+def _decoded(path: Path, query: str, arguments: tuple[Any, ...]) -> Iterator[tuple[float, Any]]:
+    connection: sqlite3.Connection = database.open_existing(path)
+    try:
+        with database.translated(path):
+            cursor = connection.execute(query, arguments)
+            while chunk := cursor.fetchmany(1000):
+                for time_s, kind, data in chunk:
+                    yield time_s, codec.decode(kind, data)
+    except MessageError as error:
+        raise StoreError(f"the journal {path} cannot be understood: {error}") from error
+    finally:
+        connection.close()

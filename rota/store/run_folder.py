@@ -1,0 +1,140 @@
+"""The folder of a run: what lies where in it, and which process holds it.
+
+::
+
+    runs/NAME/
+      journal.db                      everything that happened
+      report.html                     made at the end, and by `rota report`
+      lock                            held by the controller
+      tasks/TASK/
+        model.safetensors             the trained model
+        output.log                    what the task's own code printed
+        lock                          held by the worker that trains it
+        checkpoints/checkpoint-N/     tensors.safetensors, state.json, commit.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rota.errors import InputError, RunInUseError
+from rota.store.database import FILE as JOURNAL_FILE
+
+MODEL_FILE = "model.safetensors"
+CHECKPOINT_FOLDER = "checkpoints"
+OUTPUT_FILE = "output.log"
+LOCK_FILE = "lock"
+REPORT_FILE = "report.html"
+
+DEFAULT_ROOT = Path("runs")
+
+_LOCK_WAIT_S = 2.0
+
+
+class RunFolder:
+    """The paths of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = path / JOURNAL_FILE
+        self.report = path / REPORT_FILE
+
+    def task(self, name: str) -> Path:
+        """The folder of a task."""
+        return self.path / "tasks" / name
+
+    def model(self, name: str) -> Path:
+        """The trained model of a task."""
+        return self.task(name) / MODEL_FILE
+
+    def exists(self) -> bool:
+        """Whether a run has begun here."""
+        return self.journal.is_file()
+
+    def prepare(self) -> None:
+        """Make the folder, for this user alone. InputError if it holds something else."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"{self.path} is a file; give a folder for the run")
+        if self.path.is_dir() and not self.exists() and any(p.name != LOCK_FILE for p in self.path.iterdir()):
+            raise InputError(f"{self.path} is not empty and is not a run of rota; give an empty or a new folder")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"the run folder {self.path} cannot be made: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the run: no other controller can, until this one ends or dies."""
+        handle = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            # A killed controller's last breath may still be in the air.
+            deadline_s = time.monotonic() + _LOCK_WAIT_S
+            while not _try_lock(handle):
+                if time.monotonic() > deadline_s:
+                    owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
+                    raise RunInUseError(
+                        f"the run in {self.path} is being run by process {owner or 'unknown'}; "
+                        "wait for it, or end it with `rota stop`"
+                    )
+                time.sleep(0.05)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+    def is_held(self) -> bool:
+        """Whether a controller is running this run now."""
+        try:
+            handle = os.open(self.path / LOCK_FILE, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            return not _try_lock(handle)
+        finally:
+            os.close(handle)
+
+
+def find_run(name: str | Path | None, *, root: Path = DEFAULT_ROOT) -> RunFolder:
+    """The run that a user means: a path, a name below `root`, or the latest one."""
+    if name is None:
+        runs = list_runs(root)
+        if not runs:
+            raise InputError(f"there is no run in {root}; start one with `rota run FILE`, or name its folder")
+        return runs[-1]
+    for path in (Path(name), root / name):
+        if RunFolder(path).exists():
+            return RunFolder(path)
+    known = ", ".join(run.path.name for run in list_runs(root)[-5:])
+    raise InputError(f"there is no run {str(name)!r}; {f'there are {known}' if known else f'{root} holds none'}")
+
+
+def list_runs(root: Path = DEFAULT_ROOT) -> list[RunFolder]:
+    """The runs below a folder, the one that was last active at the end."""
+    if not root.is_dir():
+        return []
+    runs = [RunFolder(path) for path in root.iterdir() if RunFolder(path).exists()]
+    return sorted(runs, key=lambda run: run.journal.stat().st_mtime)
+
+
+def new_run_path(name: str, *, root: Path = DEFAULT_ROOT) -> Path:
+    """A path below `root` that is not taken yet, with the name and the time in it."""
+    base = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = root / base, 2
+    while path.exists():
+        path, number = root / f"{base}-{number}", number + 1
+    return path
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

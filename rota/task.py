@@ -1,0 +1,159 @@
+"""What the user asks for: a `Task` is one model to train, and `Data` is what it is trained on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from rota.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+Precision = Literal["float32", "float64", "bfloat16"]
+PRECISIONS: tuple[str, ...] = ("float32", "float64", "bfloat16")
+
+# A task's name is also the name of its folder, on every file system.
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+@-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The training and validation data of a task.
+
+    A dataset is either map-style (it has a length and an index: a torch `Dataset`, a tensor, a list), which is
+    shuffled anew each epoch from the task's seed, or any other iterable, which is taken in its own order.
+    """
+
+    train: Any
+    """The training dataset."""
+    valid: Any = None
+    """The validation dataset; None means that the task is not validated."""
+    batch_size: int | None = None
+    """Samples in a batch. None is for an iterable that yields whole batches."""
+    valid_batch_size: int | None = None
+    """Samples in a validation batch; by default `batch_size`."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; by default torch's own collation."""
+    shuffle: bool = True
+    """Whether map-style training data is shuffled; validation data never is."""
+    drop_last: bool = False
+    """Whether the smaller batch at the end of an epoch is left out."""
+
+    def __post_init__(self) -> None:
+        where = "rota.Data"
+        for name in ("batch_size", "valid_batch_size"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_count(where, name, value)
+        if self.batch_size is None and is_map_style(self.train):
+            raise InputError(f"{where}: batch_size is missing; give the number of samples in a batch")
+        _check_dataset(where, "train", self.train)
+        if self.valid is not None:
+            _check_dataset(where, "valid", self.valid)
+        if self.batch_size is not None and is_map_style(self.train) and self.batch_size > len(self.train):
+            raise InputError(
+                f"{where}: batch_size ({self.batch_size}) is larger than the training dataset "
+                f"({len(self.train)} samples); give a batch_size of at most {len(self.train)}"
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise InputError(f"{where}: collate must be a function, not {type(self.collate).__name__}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One model to train. The factories are called in the worker process that trains it, in the order of the fields."""
+
+    name: str
+    """Names the task and its folder: letters, digits and ``. _ = , + @ -``."""
+    model: Callable[[], torch.nn.Module]
+    """Makes the model, on the CPU; rota moves it to its device."""
+    data: Callable[[], Data]
+    """Makes the datasets."""
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+    """Makes the optimizer; parameter groups and frozen parameters work as in plain PyTorch."""
+    lr_schedule: Callable[[Any], Any] | None = None
+    """Makes the learning-rate schedule from the optimizer. It steps after each optimizer step."""
+    loss: Callable[[torch.nn.Module, Any], Any]
+    """`loss(model, batch)`: a scalar, or a dict with "loss" and other scalars to report."""
+    steps: int | None = None
+    """Optimizer steps to take. Give this or `epochs`."""
+    epochs: int | None = None
+    """Passes over the training data. Give this or `steps`."""
+    valid_every: int | None = None
+    """Steps between validations; the end of training is always validated."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; by default rota saves every 30 s, or less often where saving is slow."""
+    seed: int = 0
+    """Seeds torch, numpy and random before the model is made, and the order of the data."""
+    precision: Precision = "float32"
+    """float32: the model as it is made. bfloat16: autocast, parameters stay as they are. float64: all in doubles."""
+    clip_norm: float | None = None
+    """Clips the norm of the whole gradient before each step."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged into one optimizer step."""
+    setup_timeout_s: float = 600.0
+    """How long each of the factories, and the first batch, may take."""
+    step_timeout_s: float = 600.0
+    """How long one batch may take before the worker counts as hung."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What distinguishes this task, for tables and the report; `rota.grid` fills it in."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _SAFE_NAME.fullmatch(self.name):
+            raise InputError(
+                f"task name {self.name!r} cannot be used: a name starts with a letter or digit and holds only "
+                "letters, digits and . _ = , + @ - (at most 128), because it names a folder"
+            )
+        where = f"task {self.name!r}"
+        for name in ("model", "data", "optimizer", "loss"):
+            if not callable(getattr(self, name)):
+                raise InputError(
+                    f"{where}: {name} must be a function, not {type(getattr(self, name)).__name__}; "
+                    f"write {name}=lambda ...: ..."
+                )
+        if self.lr_schedule is not None and not callable(self.lr_schedule):
+            raise InputError(f"{where}: lr_schedule must be a function of the optimizer")
+        if (self.steps is None) == (self.epochs is None):
+            given = "both are given" if self.steps is not None else "neither is given"
+            raise InputError(f"{where}: give either steps or epochs; {given}")
+        for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_count(where, name, value)
+        for name in ("clip_norm", "setup_timeout_s", "step_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and value > 0):
+                raise InputError(f"{where}: {name} must be a positive number, not {value!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
+            raise InputError(f"{where}: seed must be a whole number from 0 to 2**32 - 1, not {self.seed!r}")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"{where}: precision {self.precision!r} is unknown; it can be {', '.join(PRECISIONS)}")
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Whether a dataset can be indexed in any order, and therefore shuffled."""
+    return hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
+
+
+def _check_dataset(where: str, name: str, dataset: Any) -> None:
+    if is_map_style(dataset):
+        if len(dataset) == 0:
+            raise InputError(f"{where}: the {name} dataset is empty; give at least one sample")
+    elif not hasattr(dataset, "__iter__"):
+        raise InputError(
+            f"{where}: {name} must be a dataset (with a length and an index) or an iterable, "
+            f"not {type(dataset).__name__}"
+        )
+
+
+def _check_count(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{where}: {name} must be a whole number of at least 1, not {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
