@@ -17,8 +17,8 @@ class Sweep:
     """Tasks that are run and compared together."""
 
     tasks: tuple[Task, ...]
-    name: str = "sweep"
-    """Names the run folder where the user gives no other name."""
+    name: str = ""
+    """Names the run folder where the user names none; by default the script or file does."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -65,7 +65,7 @@ def grid(task: Callable[..., Task], **axes: Iterable[Any]) -> Sweep:
         if not values[name]:
             raise InputError(f"rota.grid: {name} has no values; give at least one")
     tasks = [_call(task, dict(zip(values, point, strict=True))) for point in itertools.product(*values.values())]
-    return Sweep(tasks=tuple(tasks), name=getattr(task, "__name__", "sweep").strip("<>_") or "sweep")
+    return Sweep(tasks=tuple(tasks))
 
 
 def _call(function: Callable[..., Task], point: dict[str, Any]) -> Task:

@@ -68,12 +68,13 @@ def _cpu_devices(*, count: int | None, memory_bytes: int | None) -> tuple[Device
         )
     groups = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
     return tuple(
-        Device(index=i, kind="cpu", memory_bytes=memory_bytes or share, cores=group, label=_cpu_label())
+        Device(index=i, kind="cpu", memory_bytes=memory_bytes or share, cores=group, label=cpu_label())
         for i, group in enumerate(groups)
     )
 
 
-def _cpu_label() -> str:
+def cpu_label() -> str:
+    """What this machine calls its processor."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

@@ -102,7 +102,9 @@ class Loop:
         first = training.step
         while True:
             if training.unvalidated:
+                self._metrics.flush()
                 valid = training.validate(interrupted=lambda: self._interrupts_validation(training.step))
+                self._metrics.restart_clock()
                 if valid is not None:
                     self._metrics.add(training.step, valid)
             if self._outside.halt_requested():

@@ -149,9 +149,18 @@ class SimulatedBackend:
             reports.append(Began(task=name, attempt=attempt, from_step=step, total_steps=plan.steps, parameters=0))
         elif step % plan.report_every == 0 or step == plan.steps:
             run.reports += 1
-            rows = ((step, {"train/loss": 1.0 / step}),)
-            train_s = plan.step_s * plan.report_every
-            reports.append(Measured(task=name, attempt=attempt, number=run.reports, rows=rows, train_s=train_s))
+            first = max(run.from_step, (step - 1) // plan.report_every * plan.report_every) + 1
+            rows = tuple((one, {"train/loss": 1.0 / one}) for one in range(first, step + 1))
+            reports.append(
+                Measured(
+                    task=name,
+                    attempt=attempt,
+                    number=run.reports,
+                    rows=rows,
+                    latest=rows[-1][1],
+                    train_s=plan.step_s * len(rows),
+                )
+            )
         if step == plan.fails_at:
             return [*reports, Failed(task=name, attempt=attempt, step=step, reason="the loss function raised")]
         if step and step != run.from_step and (step % plan.save_every == 0 or step == plan.steps):

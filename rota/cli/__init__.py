@@ -1,0 +1,48 @@
+"""The command line: one file per command, and no logic that a Python user would miss."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from rota import __version__
+from rota.cli.devices import devices
+from rota.cli.doctor import doctor
+from rota.cli.report import report
+from rota.cli.resume import resume
+from rota.cli.run import run
+from rota.cli.status import status
+from rota.cli.stop import stop
+from rota.errors import InputError, RotaError
+
+EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="rota")
+def commands() -> None:
+    """Train many large PyTorch models on the devices you have."""
+
+
+for command in (run, devices, status, resume, stop, report, doctor):
+    commands.add_command(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `rota` command. Exit codes: 0 all finished, 1 some failed, 2 wrong input, 130 interrupted."""
+    try:
+        # Without its standalone mode click returns the code that a command exits with.
+        code = commands.main(args=arguments, prog_name="rota", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        code = EXIT_INPUT
+    except (click.Abort, KeyboardInterrupt):
+        code = EXIT_INTERRUPTED
+    except RotaError as error:
+        click.echo(f"rota: {error}", err=True)
+        code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
+    except BrokenPipeError:  # `rota status | head`
+        sys.stderr.close()
+        code = EXIT_FAILED
+    sys.exit(code)

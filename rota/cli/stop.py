@@ -1,0 +1,44 @@
+"""`rota stop`: let a running run, or one task of it, save itself and end."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from rota.cli.options import json_option, print_json, run_argument
+from rota.errors import InputError, RotaError
+from rota.result import open_run
+from rota.store.journal import ask
+from rota.store.run_folder import RunFolder, find_run
+
+_WAIT_S = 15.0
+
+
+@click.command()
+@run_argument
+@click.argument("task", required=False)
+@json_option
+def stop(run: str | None, task: str | None, as_json: bool) -> None:
+    """Stop RUN, or only TASK of it; checkpoints are saved first, and `rota resume` goes on from them."""
+    folder = find_run(run)
+    result = open_run(folder.path)
+    if task is not None and result.task(task).state.ended:
+        raise InputError(f"task {task!r} has already ended: it is {result.task(task).state}")
+    if not folder.is_held():
+        raise InputError(f"the run in {folder.path} is not running; there is nothing to stop")
+    ask(folder.journal, verb="stop", task=task or "")
+    _wait(folder, task)
+    if as_json:
+        print_json({"run": str(folder.path), "stopped": task or "all"})
+    else:
+        click.echo(f"stopped {task or 'the run'}; go on with: rota resume {folder.path}")
+
+
+def _wait(folder: RunFolder, task: str | None) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline_s:
+        if not folder.is_held() or (task is not None and open_run(folder.path).task(task).state.ended):
+            return
+        time.sleep(0.1)
+    raise RotaError(f"the run in {folder.path} has not answered for {_WAIT_S:g} s; see `rota status`")

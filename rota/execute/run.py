@@ -1,0 +1,238 @@
+"""Runs a sweep from beginning to end: `rota.run`, and what the command line does with a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.cluster import Cluster, local
+from rota.cluster.discover import available_cores
+from rota.errors import InputError, RunMismatchError
+from rota.execute.backends.local import LocalBackend
+from rota.execute.controller import Controller, Observer
+from rota.execute.events import Event, RunBegan, RunResumed
+from rota.execute.identity import describe, digest
+from rota.execute.record import RunRecord
+from rota.execute.states import RunState, TaskState
+from rota.report.html import write_report
+from rota.report.live import progress_observer
+from rota.result import Result
+from rota.store.journal import Journal, read_summary
+from rota.store.run_folder import RunFolder, new_run_path
+from rota.sweep import Sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A sweep and where it came from."""
+
+    sweep: Sweep
+    file: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run, beside what."""
+
+    cluster: Cluster | None = None
+    """The devices; by default all of this machine."""
+    out: Path | None = None
+    """The run folder; by default a new one below runs/."""
+    retries: int = 2
+    """How often a task goes on after its worker died or hung."""
+    progress: bool = True
+    """Whether to show progress on standard error."""
+    retry_failed: bool = False
+    """Whether failed tasks of a resumed run are tried again."""
+    allow_changes: bool = False
+    """Whether a run may be resumed although its sweep has changed."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
+            raise InputError(f"retries must be a whole number of at least 0, not {self.retries!r}")
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            raise InputError(f"cluster must be a rota.Cluster such as rota.local(), not {type(self.cluster).__name__}")
+
+
+def run(
+    sweep: Sweep,
+    *,
+    cluster: Cluster | None = None,
+    out: str | Path | None = None,
+    retries: int = 2,
+    progress: bool = True,
+    retry_failed: bool = False,
+    allow_changes: bool = False,
+) -> Result:
+    """Train every task of a sweep and return the result.
+
+    With `out` naming the folder of an earlier run of the same sweep, that run goes on from its checkpoints. Ctrl-C
+    saves every task and raises KeyboardInterrupt; the same call resumes.
+    """
+    if not isinstance(sweep, Sweep):
+        raise InputError(f"rota.run needs a rota.Sweep, not {type(sweep).__name__}; make one with rota.grid(...)")
+    options = RunOptions(
+        cluster=cluster,
+        out=Path(out) if out is not None else None,
+        retries=retries,
+        progress=progress,
+        retry_failed=retry_failed,
+        allow_changes=allow_changes,
+    )
+    result = run_source(lambda: Source(sweep=sweep), options)
+    if result.state is RunState.INTERRUPTED:
+        raise KeyboardInterrupt(f"the run was interrupted; run the same sweep with out={str(result.path)!r} to resume")
+    return result
+
+
+def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
+    """Run the sweep that `load` gives. Workers start first: they import torch while the sweep is read."""
+    cluster = options.cluster or local()
+    with contextlib.ExitStack() as stack:
+        if options.out is not None and RunFolder(options.out).exists():
+            stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
+        backend = stack.enter_context(contextlib.closing(LocalBackend(cluster)))
+        backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
+        source = load()
+        folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
+        if not folder.exists():
+            folder.prepare()
+            stack.enter_context(folder.held())
+        record = _begin_or_resume(folder, source, cluster, options)
+        if any(task.state is TaskState.PENDING for task in record.tasks.values()):
+            _carry_out(folder, source.sweep, record, cluster, backend, options)
+    write_report(folder)
+    return Result(folder, record, sweep=source.sweep)
+
+
+def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, options: RunOptions) -> RunRecord:
+    """The record of the run as it stands, with the beginning or resumption journalled."""
+    record = RunRecord()
+    event: Event
+    devices = tuple(_device_facts(cluster))
+    if folder.exists():
+        record = RunRecord.replay(read_summary(folder.journal))
+    if record.tasks:
+        _check_same(folder, record, source, options)
+        again = {TaskState.STOPPED} | ({TaskState.FAILED} if options.retry_failed else set())
+        retried = tuple(task.name for task in record.tasks.values() if task.state in again)
+        if not retried and all(task.state.ended for task in record.tasks.values()):
+            return record
+        event = RunResumed(retried=retried, devices=devices)
+    else:
+        event = RunBegan(
+            name=folder.path.name,
+            source=source.file,
+            source_digest=source.digest,
+            sweep_digest=digest(source.sweep),
+            tasks=tuple(describe(task) for task in source.sweep),
+            devices=devices,
+        )
+    journal = Journal(folder.journal)
+    try:
+        time_s = time.time()
+        record.apply(event, time_s)
+        journal.append(event, time_s=time_s)
+    finally:
+        journal.close()
+    return record
+
+
+def _check_same(folder: RunFolder, record: RunRecord, source: Source, options: RunOptions) -> None:
+    names = [task.name for task in source.sweep]
+    if names != list(record.tasks):
+        raise RunMismatchError(
+            f"{folder.path} holds the run of another sweep (its tasks are {_some(list(record.tasks))}; "
+            f"yours are {_some(names)}); give another out folder"
+        )
+    if options.allow_changes:
+        return
+    if source.digest and record.source_digest:
+        if source.digest == record.source_digest:
+            return
+        raise RunMismatchError(
+            f"{source.file} has changed since the run in {folder.path} began; undo the change, start a new run, "
+            "or resume with --allow-changes (allow_changes=True)"
+        )
+    if digest(source.sweep) != record.sweep_digest:
+        raise RunMismatchError(
+            f"the sweep has changed since the run in {folder.path} began; undo the change, give another out folder, "
+            "or resume with allow_changes=True"
+        )
+
+
+def _carry_out(
+    folder: RunFolder,
+    sweep: Sweep,
+    record: RunRecord,
+    cluster: Cluster,
+    backend: LocalBackend,
+    options: RunOptions,
+) -> None:
+    journal = Journal(folder.journal)
+    try:
+        with _observing(options) as observer:
+            controller = Controller(
+                sweep=sweep,
+                record=record,
+                journal=journal,
+                folder=folder,
+                backend=backend,
+                devices=[device.name for device in cluster.devices],
+                retries=options.retries,
+                observer=observer,
+            )
+            with _interruptible(controller):
+                controller.run()
+    finally:
+        journal.close()
+
+
+@contextlib.contextmanager
+def _observing(options: RunOptions) -> Iterator[Observer | None]:
+    if not options.progress:
+        yield None
+        return
+    with progress_observer() as observer:
+        yield observer
+
+
+@contextlib.contextmanager
+def _interruptible(controller: Controller) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the run in order. A second Ctrl-C ends it at once; the last checkpoints stand."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        controller.interrupt()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _script_name() -> str:
+    """The name of the script that is running; a notebook or prompt has none."""
+    return Path(sys.argv[0]).stem if sys.argv[0].endswith(".py") else "sweep"
+
+
+def _device_facts(cluster: Cluster) -> list[dict[str, Any]]:
+    return [{**dataclasses.asdict(device), "name": device.name} for device in cluster.devices]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

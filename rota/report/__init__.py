@@ -1,0 +1,1 @@
+"""What a run amounts to, for people: the ranking of its tasks and a page with curves and a timeline."""

@@ -1,0 +1,202 @@
+"""Progress while a run goes: a live table on a terminal or in a notebook, plain lines elsewhere. Written to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from rota.execute.controller import Observer
+from rota.execute.events import Event, Launched, Lost, Stopped
+from rota.execute.record import RunRecord, TaskRecord
+from rota.execute.states import TaskState
+from rota.report.table import format_seconds, format_steps, format_value
+from rota.runtime.messages import Began, Failed, Finished, Noticed
+
+_LINES_EVERY_S = 10.0
+_DRAW_EVERY_S = 0.25
+_STYLES = {
+    TaskState.RUNNING: "cyan",
+    TaskState.FINISHED: "green",
+    TaskState.FAILED: "red",
+    TaskState.DIVERGED: "red",
+    TaskState.STOPPED: "yellow",
+    TaskState.PENDING: "dim",
+}
+# What is happening first, then what went wrong, then what is done, then what is still to come.
+_ORDER = (
+    TaskState.RUNNING,
+    TaskState.FAILED,
+    TaskState.DIVERGED,
+    TaskState.STOPPED,
+    TaskState.FINISHED,
+    TaskState.PENDING,
+)
+
+
+@contextlib.contextmanager
+def progress_observer(console: Console | None = None) -> Iterator[Observer]:
+    """An observer for the controller that shows what happens on `console` (standard error by default)."""
+    console = console or Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        yield PlainProgress(console)
+        return
+    live = LiveProgress(console)
+    with live.display:
+        yield live
+        live.draw()
+
+
+class LiveProgress:
+    """A table that is drawn anew a few times a second; what the user should know scrolls by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._record: RunRecord | None = None
+        self._drawn_s = 0.0
+        self.display = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __call__(self, record: RunRecord, event: Event | None) -> None:
+        """Take note, and draw when it is time."""
+        self._record = record
+        if event is not None and (line := _remark(record, event)):
+            self._console.print(line, highlight=False, markup=False)
+        if time.monotonic() - self._drawn_s > _DRAW_EVERY_S:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw the table now."""
+        self._drawn_s = time.monotonic()
+        if self._record is not None:
+            rows = max(4, self._console.size.height - 6)
+            self.display.update(progress_table(self._record, now_s=time.time(), max_rows=rows), refresh=True)
+
+
+class PlainProgress:
+    """A line for each thing that happens, and one for each running task every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said_s = time.monotonic()
+
+    def __call__(self, record: RunRecord, event: Event | None) -> None:
+        """Say what happened."""
+        if event is not None:
+            if line := _remark(record, event) or _plain_line(record, event):
+                self._say(record, line)
+        elif time.monotonic() - self._said_s > _LINES_EVERY_S:
+            self._said_s = time.monotonic()
+            for task in record.tasks.values():
+                if task.state is TaskState.RUNNING and task.step:
+                    self._say(record, f"{task.name}: {_progress_words(task)}")
+
+    def _say(self, record: RunRecord, line: str) -> None:
+        done = sum(task.state.ended for task in record.tasks.values())
+        self._console.print(f"[{done}/{len(record.tasks)}] {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def progress_table(record: RunRecord, *, now_s: float, max_rows: int) -> Group:
+    """The live table: at most `max_rows` tasks, the most interesting ones."""
+    table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, justify in (
+        ("task", "left"),
+        ("state", "left"),
+        ("device", "left"),
+        ("step", "right"),
+        ("loss", "right"),
+        ("valid", "right"),
+        ("speed", "right"),
+        ("left", "right"),
+    ):
+        table.add_column(name, justify=justify, style="", header_style="bold")  # type: ignore[arg-type]
+    tasks = sorted(record.tasks.values(), key=lambda task: (_ORDER.index(task.state), task.index))
+    for task in tasks[:max_rows]:
+        table.add_row(*_row(task))
+    hidden = len(tasks) - max_rows
+    more = Text(f"... and {hidden} more\n" if hidden > 0 else "", style="dim", end="")
+    return Group(table, more, _foot(record, now_s))
+
+
+def _row(task: TaskRecord) -> list[Text]:
+    running = task.state is TaskState.RUNNING
+    speed = f"{1 / task.step_s:.3g}/s" if running and task.step_s else ""
+    cells = [
+        task.name,
+        task.state.value,
+        task.device,
+        format_steps(task),
+        format_value(task.metrics.get("train/loss", "")),
+        format_value(task.metrics.get("valid/loss", "")),
+        speed,
+        format_seconds(_left_s(task)) if running else "",
+    ]
+    return [Text(cell, style=_STYLES[task.state]) for cell in cells]
+
+
+def _foot(record: RunRecord, now_s: float) -> Text:
+    counts = record.counts()
+    done = ", ".join(f"{counts[state.value]} {state.value}" for state in _ORDER if state.value in counts)
+    left_s = _run_left_s(record)
+    left = f", about {format_seconds(left_s)} left" if left_s else ""
+    return Text(f"{done}; {format_seconds(max(0.0, now_s - record.begin_s))} so far{left}", style="bold")
+
+
+def _left_s(task: TaskRecord) -> float | None:
+    if task.total_steps is None or task.step_s is None:
+        return None
+    return (task.total_steps - task.step) * task.step_s
+
+
+def _run_left_s(record: RunRecord) -> float | None:
+    """A forecast: tasks that have not run take the mean time of those that have."""
+    known = [task.step_s for task in record.tasks.values() if task.step_s is not None]
+    if not known or not record.devices:
+        return None
+    mean_s = sum(known) / len(known)
+    lefts_s = [
+        (task.total_steps - task.step) * (task.step_s or mean_s)
+        for task in record.tasks.values()
+        if not task.state.ended and task.total_steps is not None
+    ]
+    return max(sum(lefts_s) / len(record.devices), max(lefts_s, default=0.0))
+
+
+def _remark(record: RunRecord, event: Event) -> str:
+    """What the user should read even where a table shows the rest."""
+    if isinstance(event, Noticed):
+        return f"{event.task}: {event.text}"
+    if isinstance(event, Failed):
+        return f"{event.task} {'diverged' if event.diverged else 'failed'}: {event.reason}"
+    if isinstance(event, Lost):
+        end = f"going on from step {record.tasks[event.task].saved_step}" if event.retried else "giving up"
+        return f"{event.task}: {event.reason}; {end}"
+    if isinstance(event, Stopped):
+        return f"{event.task}: stopped at step {event.step}"
+    return ""
+
+
+def _plain_line(record: RunRecord, event: Event) -> str:
+    if isinstance(event, Launched):
+        return f"{event.task}: started on {event.device}"
+    if isinstance(event, Began) and event.from_step:
+        return f"{event.task}: going on from step {event.from_step}"
+    if isinstance(event, Finished):
+        return f"{event.task}: finished, {_progress_words(record.tasks[event.task])}"
+    return ""
+
+
+def _progress_words(task: TaskRecord) -> str:
+    words = [f"step {format_steps(task)}"]
+    for name in ("train/loss", "valid/loss"):
+        if name in task.metrics:
+            words.append(f"{name} {format_value(task.metrics[name])}")
+    if task.step_s:
+        words.append(f"{1 / task.step_s:.3g} steps/s")
+    if task.state is TaskState.RUNNING and (left_s := _left_s(task)):
+        words.append(f"{format_seconds(left_s)} left")
+    return ", ".join(words)

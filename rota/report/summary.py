@@ -1,0 +1,69 @@
+"""A run in a few words, or as plain values for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rota.errors import InputError
+from rota.execute.states import RunState
+from rota.report.ranking import ranking_metric
+from rota.report.table import format_seconds, format_value
+from rota.result import Result
+
+
+def run_summary(result: Result) -> dict[str, Any]:
+    """Everything that `--json` tells of a run."""
+    record = result.record
+    return {
+        "run": record.name,
+        "path": str(result.path),
+        "state": result.state.value,
+        "report": str(result.report_path),
+        "counts": record.counts(),
+        "elapsed_s": record.last_s - record.begin_s,
+        "tasks": [
+            {
+                "name": task.name,
+                "state": task.state.value,
+                "settings": task.settings,
+                "device": task.device,
+                "step": task.step,
+                "total_steps": task.total_steps,
+                "saved_step": task.saved_step,
+                "attempts": task.attempt,
+                "metrics": task.metrics,
+                "step_s": task.step_s,
+                "model": str(path) if (path := result.task(task.name).model_path) else None,
+                "reason": task.reason,
+                "notices": task.notices,
+                "traceback": task.traceback,
+            }
+            for task in record.tasks.values()
+        ],
+    }
+
+
+def status_words(result: Result) -> str:
+    """One line: which run, how it stands, for how long."""
+    record = result.record
+    counts = ", ".join(f"{count} {state}" for state, count in record.counts().items())
+    lasted = format_seconds(record.last_s - record.begin_s)
+    return f"{result.path}: {result.state.value}; {counts}; {lasted}"
+
+
+def summary_words(result: Result) -> str:
+    """What a person wants to read when a run has ended."""
+    lines = [str(result.table()), ""]
+    for task in result.tasks:
+        if task.reason:
+            lines.append(f"{task.name} {task.state.value}: {task.reason}")
+    metric = ranking_metric(result.record)
+    try:
+        best = result.best(metric)
+        lines.append(f"best model  {best.model_path}  ({metric} {format_value(best.metrics[metric])})")
+    except InputError:
+        pass  # no task finished
+    lines.append(f"report      {result.report_path}")
+    if result.state is RunState.INTERRUPTED:
+        lines.append(f"interrupted; go on with: rota resume {result.path}")
+    return "\n".join(lines)
