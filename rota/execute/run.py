@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +111,17 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         record = _begin_or_resume(folder, source, cluster, options)
         if any(task.state is TaskState.PENDING for task in record.tasks.values()):
             _carry_out(folder, source.sweep, record, cluster, backend, options)
-    write_report(folder)
+        _report(folder)
     return Result(folder, record, sweep=source.sweep)
+
+
+def _report(folder: RunFolder) -> None:
+    """A trained model is worth more than its report: a disk that is full must not lose the result."""
+    try:
+        write_report(folder)
+    except OSError as error:
+        text = f"the report {folder.report} could not be written ({error.strerror}); run `rota report` later"
+        warnings.warn(text, stacklevel=2)
 
 
 def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, options: RunOptions) -> RunRecord:

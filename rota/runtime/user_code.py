@@ -24,7 +24,7 @@ def calling(what: str) -> Iterator[None]:
         raise
     except InputError as error:  # raised by Data, Task or a cursor: already a sentence
         raise TaskError(f"{what}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = _user_frames(error)
         place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
         text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))

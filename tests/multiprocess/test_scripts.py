@@ -1,0 +1,76 @@
+"""A sweep made in a script or at a prompt runs, resumes and gives its models back; lambdas and closures work."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import torch, rota
+
+class Net(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, width)
+    def forward(self, x):
+        return super().forward(x) if x is None else self.layer(x)
+
+def task(lr, width):
+    scale = 2.0
+    return rota.Task(
+        name=f"net-{lr}-{width}",
+        model=lambda: Net(width),
+        data=lambda: rota.Data(train=torch.eye(3), valid=torch.eye(3), batch_size=2),
+        loss=lambda model, batch: {"loss": (model(batch) * scale).square().mean(), "width": width},
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
+        steps=STEPS, valid_every=2)
+
+sweep = rota.grid(task, lr=[0.1, 0.01], width=[2, 4])
+result = rota.run(sweep, out="run", progress=False)
+best = result.best("valid/loss")
+print(result.table())
+print("best", best.name, best.settings)
+print("steps", [row["step"] for row in result.history(best)])
+model = result.load(best)
+print("loads", type(model).__name__, model.training, tuple(model.layer.weight.shape))
+from safetensors.torch import load_file
+print("strict", Net(best.settings["width"]).load_state_dict(load_file(best.model_path)))
+print("attempts", sorted({task.attempt for task in result.record.tasks.values()}))
+"""
+
+
+def at_the_prompt(folder, text):
+    """Run code that lies in no file, as in a notebook."""
+    return subprocess.run(
+        [sys.executable, "-"], input=text, cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ
+    )
+
+
+def test_a_sweep_from_the_prompt_runs_and_resumes_by_running_it_again(tmp_path):
+    first = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5"))
+    assert first.returncode == 0, first.stderr
+    assert "best net-0.1-" in first.stdout
+    assert "steps [1, 2, 3, 4, 5]" in first.stdout
+    assert "loads Net False" in first.stdout
+    assert "strict <All keys matched successfully>" in first.stdout
+    assert first.stderr == ""
+
+    again = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5"))
+    assert again.stdout == first.stdout, "nothing is trained twice"
+
+    changed = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5").replace("scale = 2.0", "scale = 3.0"))
+    assert changed.returncode == 1
+    assert "the sweep has changed since the run in run began" in changed.stderr
+
+    other = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5").replace("net-", "web-"))
+    assert "holds the run of another sweep" in other.stderr
+
+
+def test_a_run_from_a_thread_works(tmp_path):
+    script = SCRIPT.replace("STEPS", "2").partition("best =")[0].replace(
+        'result = rota.run(sweep, out="run", progress=False)',
+        "import threading\n"
+        "thread = threading.Thread(target=lambda: print(rota.run(sweep, out='run', progress=False)))\n"
+        "thread.start(); thread.join()",
+    )
+    done = at_the_prompt(tmp_path, script)
+    assert "4 finished" in done.stdout, done.stderr
