@@ -9,7 +9,7 @@ from rota.report.html import write_report
 from rota.store.run_folder import find_run
 
 
-@click.command()
+@click.command(short_help="Write the HTML report of a run.")
 @run_argument
 @json_option
 def report(run: str | None, as_json: bool) -> None:

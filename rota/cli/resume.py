@@ -14,7 +14,7 @@ from rota.store.journal import read_summary
 from rota.store.run_folder import find_run
 
 
-@click.command()
+@click.command(short_help="Go on with a run from its checkpoints.")
 @run_argument
 @click.option("--failed", is_flag=True, help="Try failed tasks again too.")
 @click.option("--allow-changes", is_flag=True, help="Go on although the sweep file has changed.")

@@ -10,7 +10,7 @@ from rota.report.summary import run_summary, status_words
 from rota.result import Result, open_run
 
 
-@click.command()
+@click.command(short_help="Show how a run stands.")
 @run_argument
 @click.option("--task", help="Show one task, with the traceback if its own code raised.")
 @json_option

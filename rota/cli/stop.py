@@ -15,7 +15,7 @@ from rota.store.run_folder import RunFolder, find_run
 _WAIT_S = 15.0
 
 
-@click.command()
+@click.command(short_help="Let a run, or one task of it, save itself and end.")
 @run_argument
 @click.argument("task", required=False)
 @json_option

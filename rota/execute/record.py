@@ -61,10 +61,9 @@ class TaskRecord:
         """Steps left from the last checkpoint, if the length is known."""
         return None if self.total_steps is None else max(0, self.total_steps - self.saved_step)
 
-    @property
-    def busy_s(self) -> float:
-        """Time spent on devices, over all attempts that ended."""
-        return sum(span.end_s - span.begin_s for span in self.spans if span.end_s is not None)
+    def busy_s(self, *, now_s: float) -> float:
+        """Time spent on devices, over all attempts."""
+        return sum((now_s if span.end_s is None else span.end_s) - span.begin_s for span in self.spans)
 
 
 class RunRecord:
@@ -170,6 +169,7 @@ class RunRecord:
             self.notices.append((time_s, task.name, event.text))
         elif isinstance(event, Halted):
             task.step = task.saved_step = event.step
+            task.spans[-1].end_s = time_s  # what follows tells why
         elif isinstance(event, Finished):
             task.step, task.metrics = event.step, task.metrics | event.metrics
             _leave(task, TaskState.FINISHED, time_s)
@@ -202,7 +202,8 @@ class RunRecord:
 
 
 def _leave(task: TaskRecord, state: TaskState, time_s: float) -> None:
-    _close(task, time_s=time_s, end=state.value)
+    if task.state is TaskState.RUNNING:
+        _close(task, time_s=time_s, end=state.value)
     _move(task, state)
     task.device = ""
 
@@ -214,5 +215,7 @@ def _move(task: TaskRecord, state: TaskState) -> None:
 
 
 def _close(task: TaskRecord, *, time_s: float, end: str) -> None:
-    if task.spans and task.spans[-1].end_s is None:
-        task.spans[-1].end_s, task.spans[-1].end = time_s, end
+    span = task.spans[-1]
+    span.end = end
+    if span.end_s is None:
+        span.end_s = time_s

@@ -152,6 +152,7 @@ def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, option
         time_s = time.time()
         record.apply(event, time_s)
         journal.append(event, time_s=time_s)
+        journal.commit()
     finally:
         journal.close()
     return record

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from rota.execute.record import RunRecord, Span, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.report import svg
+from rota.report.format import duration
 from rota.report.ranking import TRAIN_LOSS, VALID_LOSS, is_ranked, rank, ranking_metric
 from rota.state.files import replacing
 from rota.store.journal import read_metrics, read_summary
@@ -131,9 +132,9 @@ def _lead(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
 def _total_time(record: RunRecord) -> str:
     bars = _bars(record)
     clock = svg.Clock(bars, begin_s=record.begin_s, end_s=record.last_s)
-    passed = svg.duration(record.last_s - record.begin_s)
+    passed = duration(record.last_s - record.begin_s)
     if clock.pauses:
-        passed += f" <small>({svg.duration(clock.shown_s)} without pauses)</small>"
+        passed += f" <small>({duration(clock.shown_s)} without pauses)</small>"
     return passed
 
 
@@ -386,8 +387,8 @@ def _span_title(task: TaskRecord, span: Span, record: RunRecord) -> str:
     how = span.end or ("still running" if span.end_s is None else "ended")
     attempt = f", attempt {span.attempt}" if span.attempt > 1 else ""
     return (
-        f"{task.name} on {span.device}{attempt}\n{svg.duration(begin_s)} to {svg.duration(end_s)} "
-        f"({svg.duration(end_s - begin_s)})\n{how}"
+        f"{task.name} on {span.device}{attempt}\n{duration(begin_s)} to {duration(end_s)} "
+        f"({duration(end_s - begin_s)})\n{how}"
     )
 
 
@@ -454,8 +455,8 @@ def _attempts(task: TaskRecord, record: RunRecord) -> str:
         return ""
     rows = "".join(
         f'<tr><td class="n">{span.attempt}</td><td>{_text(span.device)}</td>'
-        f'<td class="n">{svg.duration(span.begin_s - record.begin_s)}</td>'
-        f'<td class="n">{svg.duration(_end_s(span, record) - span.begin_s)}</td>'
+        f'<td class="n">{duration(span.begin_s - record.begin_s)}</td>'
+        f'<td class="n">{duration(_end_s(span, record) - span.begin_s)}</td>'
         f"<td>{_text(span.end or 'running')}</td></tr>\n"
         for span in task.spans
     )
@@ -470,7 +471,7 @@ def _notices_section(record: RunRecord) -> str:
     if not record.notices:
         return ""
     rows = "".join(
-        f'<li><span class="when">{svg.duration(time_s - record.begin_s)}</span> '
+        f'<li><span class="when">{duration(time_s - record.begin_s)}</span> '
         f"<span><strong>{_text(task)}</strong> {_text(text)}</span></li>\n"
         for time_s, task, text in record.notices
     )
@@ -517,7 +518,7 @@ def _link(task: TaskRecord, file: str) -> str:
 
 def _moment(time_s: float) -> str:
     if time_s < _FIRST_DATE_S:
-        return f"{svg.duration(time_s)} (simulated)"
+        return f"{duration(time_s)} (simulated)"
     moment = datetime.fromtimestamp(time_s, UTC)
     return f'<time datetime="{moment:%Y-%m-%dT%H:%M:%SZ}">{moment:%Y-%m-%d %H:%M}</time>'
 
@@ -529,7 +530,7 @@ def _end_s(span: Span, record: RunRecord) -> float:
 def _busy(task: TaskRecord, record: RunRecord) -> str:
     if not task.spans:
         return ""
-    return svg.duration(sum(_end_s(span, record) - span.begin_s for span in task.spans))
+    return duration(task.busy_s(now_s=record.last_s))
 
 
 def _steps(task: TaskRecord) -> str:
@@ -539,7 +540,7 @@ def _steps(task: TaskRecord) -> str:
 
 
 def _step_time(step_s: float) -> str:
-    return f"{1000 * step_s:.3g} ms" if step_s < 1 else svg.duration(step_s)
+    return f"{1000 * step_s:.3g} ms" if step_s < 1 else duration(step_s)
 
 
 def _number(value: float) -> str:

@@ -15,7 +15,7 @@ from rota.execute.controller import Observer
 from rota.execute.events import Event, Launched, Lost, Stopped
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import TaskState
-from rota.report.table import format_seconds, format_steps, format_value
+from rota.report.format import duration, steps, value
 from rota.runtime.messages import Began, Failed, Finished, Noticed
 
 _LINES_EVERY_S = 10.0
@@ -124,16 +124,17 @@ def progress_table(record: RunRecord, *, now_s: float, max_rows: int) -> Group:
 
 def _row(task: TaskRecord) -> list[Text]:
     running = task.state is TaskState.RUNNING
+    left_s = _left_s(task)
     speed = f"{1 / task.step_s:.3g}/s" if running and task.step_s else ""
     cells = [
         task.name,
         task.state.value,
         task.device,
-        format_steps(task),
-        format_value(task.metrics.get("train/loss", "")),
-        format_value(task.metrics.get("valid/loss", "")),
+        steps(task),
+        value(task.metrics.get("train/loss", "")),
+        value(task.metrics.get("valid/loss", "")),
         speed,
-        format_seconds(_left_s(task)) if running else "",
+        duration(left_s) if running and left_s is not None else "",
     ]
     return [Text(cell, style=_STYLES[task.state]) for cell in cells]
 
@@ -142,8 +143,8 @@ def _foot(record: RunRecord, now_s: float) -> Text:
     counts = record.counts()
     done = ", ".join(f"{counts[state.value]} {state.value}" for state in _ORDER if state.value in counts)
     left_s = _run_left_s(record)
-    left = f", about {format_seconds(left_s)} left" if left_s else ""
-    return Text(f"{done}; {format_seconds(max(0.0, now_s - record.begin_s))} so far{left}", style="bold")
+    left = f", about {duration(left_s)} left" if left_s else ""
+    return Text(f"{done}; {duration(max(0.0, now_s - record.begin_s))} so far{left}", style="bold")
 
 
 def _left_s(task: TaskRecord) -> float | None:
@@ -191,12 +192,12 @@ def _plain_line(record: RunRecord, event: Event) -> str:
 
 
 def _progress_words(task: TaskRecord) -> str:
-    words = [f"step {format_steps(task)}"]
+    words = [f"step {steps(task)}"]
     for name in ("train/loss", "valid/loss"):
         if name in task.metrics:
-            words.append(f"{name} {format_value(task.metrics[name])}")
+            words.append(f"{name} {value(task.metrics[name])}")
     if task.step_s:
         words.append(f"{1 / task.step_s:.3g} steps/s")
     if task.state is TaskState.RUNNING and (left_s := _left_s(task)):
-        words.append(f"{format_seconds(left_s)} left")
+        words.append(f"{duration(left_s)} left")
     return ", ".join(words)

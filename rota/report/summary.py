@@ -6,8 +6,8 @@ from typing import Any
 
 from rota.errors import InputError
 from rota.execute.states import RunState
+from rota.report.format import duration, value
 from rota.report.ranking import ranking_metric
-from rota.report.table import format_seconds, format_value
 from rota.result import Result
 
 
@@ -47,7 +47,7 @@ def status_words(result: Result) -> str:
     """One line: which run, how it stands, for how long."""
     record = result.record
     counts = ", ".join(f"{count} {state}" for state, count in record.counts().items())
-    lasted = format_seconds(record.last_s - record.begin_s)
+    lasted = duration(record.last_s - record.begin_s)
     return f"{result.path}: {result.state.value}; {counts}; {lasted}"
 
 
@@ -60,7 +60,7 @@ def summary_words(result: Result) -> str:
     metric = ranking_metric(result.record)
     try:
         best = result.best(metric)
-        lines.append(f"best model  {best.model_path}  ({metric} {format_value(best.metrics[metric])})")
+        lines.append(f"best model  {best.model_path}  ({metric} {value(best.metrics[metric])})")
     except InputError:
         pass  # no task finished
     lines.append(f"report      {result.report_path}")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rota.report.format import duration
+
 Point = tuple[float, float]
 End = Literal["", "open", "paused", "lost", "failed"]
 """How a bar ends: well, not yet, to go on later, with its worker lost, or with its task."""
@@ -305,20 +307,6 @@ class Clock:
                 return (before_s + max(0.0, time_s - begin)) / self.shown_s
             before_s += end - begin
         return 1.0
-
-
-def duration(seconds: float) -> str:
-    """A length of time for people: 4.2 s, 3 min 20 s, 1 h 05 min, 2 d 3 h."""
-    if seconds < 59.95:
-        return f"{max(0.0, seconds):.1f} s"
-    total = round(seconds)
-    if total < 3600:
-        return f"{total // 60} min {total % 60:02d} s"
-    minutes = round(seconds / 60)
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h"
 
 
 def time_ticks(total_s: float, *, count: int = 7) -> list[tuple[float, str]]:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from rota.execute.record import RunRecord, TaskRecord
-from rota.execute.states import TaskState
-from rota.report.ranking import rank, ranking_metric
+from rota.execute.record import RunRecord
+from rota.report.format import duration, steps, value
+from rota.report.ranking import TRAIN_LOSS, is_ranked, rank, ranking_metric
 
 _TEXT_WIDTH = 160
 
@@ -54,42 +54,21 @@ def ranking_table(record: RunRecord) -> Table:
     metric = ranking_metric(record)
     tasks = rank(record)
     settings = list(dict.fromkeys(name for task in tasks for name in task.settings))
-    names = [metric] + (["train/loss"] if metric != "train/loss" else [])
+    names = [metric] + ([TRAIN_LOSS] if metric != TRAIN_LOSS else [])
     rows = []
     for place, task in enumerate(tasks, start=1):
         rows.append(
             (
-                str(place) if task.state is TaskState.FINISHED else "",
+                str(place) if is_ranked(task, metric) else "",
                 task.name,
-                *(format_value(task.settings.get(name, "")) for name in settings),
-                *(format_value(task.metrics.get(name, "")) for name in names),
-                format_steps(task),
-                format_seconds(task.busy_s),
+                *(value(task.settings.get(name, "")) for name in settings),
+                *(value(task.metrics.get(name, "")) for name in names),
+                steps(task),
+                duration(task.busy_s(now_s=record.last_s)),
                 task.state.value,
             )
         )
     return Table(columns=("", "task", *settings, *names, "step", "time", "state"), rows=tuple(rows))
-
-
-def format_value(value: object) -> str:
-    """A setting or a metric in few characters."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def format_steps(task: TaskRecord) -> str:
-    """How far a task is: 120/400."""
-    return str(task.step) if task.total_steps is None else f"{task.step}/{task.total_steps}"
-
-
-def format_seconds(seconds: float | None) -> str:
-    """A duration in few characters: 8.1 s, 2:05, 3:20:00."""
-    if seconds is None:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _looks_numeric(cell: str) -> bool:

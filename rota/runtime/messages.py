@@ -18,6 +18,8 @@ class Train:
     attempt: int
     folder: str
     """Where the task's checkpoints and model are kept."""
+    import_path: tuple[str, ...]
+    """The controller's `sys.path`, for the modules that the task's code imports."""
 
 
 @register

@@ -6,9 +6,9 @@ controller, and one tells it every second that the process is alive and what it 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import json
 import os
 import queue
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ import psutil
 from rota.errors import DivergedError, MessageError, TaskError
 from rota.runtime import channel
 from rota.runtime.messages import Beat, Failed, Finished, Halt, Halted, Ready, Report, Shutdown, Stored, Train
-from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE
+from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
 
 if TYPE_CHECKING:
     import torch
@@ -168,20 +169,18 @@ class Worker:
 
     def _train(self, command: Train, payload: bytes, device: torch.device) -> None:
         from rota.runtime.loop import Loop
+        from rota.runtime.process_state import preserved
 
         folder = Path(command.folder)
         outcome: Finished | Halted | Failed
         loop: Loop | None = None
         try:
-            lock = _own(folder)
-            try:
+            with _owning(folder), preserved(), _memory_limit(self._settings):
                 _redirect_output(folder / OUTPUT_FILE)
+                sys.path[:] = command.import_path
                 task = _unpickle(payload, command.task)
-                with _memory_limit(self._settings):
-                    loop = Loop(task, attempt=command.attempt, folder=folder, device=device, surroundings=self)
-                    outcome = loop.run()
-            finally:
-                os.close(lock)
+                loop = Loop(task, attempt=command.attempt, folder=folder, device=device, surroundings=self)
+                outcome = loop.run()
         except TaskError as error:
             diverged = isinstance(error, DivergedError)
             step = error.step if isinstance(error, DivergedError) else (loop.step if loop else 0)
@@ -211,20 +210,20 @@ def _unexpected(command: Train, error: Exception) -> Failed:
     return Failed(task=command.task, attempt=command.attempt, step=0, reason=reason, traceback=trace)
 
 
-def _own(folder: Path) -> int:
+@contextlib.contextmanager
+def _owning(folder: Path) -> Iterator[None]:
     """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     deadline_s = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except OSError:
+    try:
+        while not try_lock(handle):
             if time.monotonic() > deadline_s:
-                os.close(handle)
-                raise TaskError(f"another process is training in {folder}; end it, then `rota resume`") from None
+                raise TaskError(f"another process is training in {folder}; end it, then `rota resume`")
             time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _redirect_output(path: Path) -> None:
@@ -246,20 +245,17 @@ def _unpickle(payload: bytes, name: str) -> Any:
         return cloudpickle.loads(payload)
 
 
-class _memory_limit:  # noqa: N801
+@contextlib.contextmanager
+def _memory_limit(settings: WorkerSettings) -> Iterator[None]:
     """On a CPU device, allocations beyond the device's memory fail as they would on a GPU."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self._budget_bytes = settings.memory_bytes if settings.kind == "cpu" else 0
-
-    def __enter__(self) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        used = _data_bytes()
-        if self._budget_bytes and used:
-            resource.setrlimit(resource.RLIMIT_DATA, (used + self._budget_bytes, self._before[1]))
-
-    def __exit__(self, *exception: object) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, self._before)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used_bytes = _data_bytes()
+    if settings.kind == "cpu" and used_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + settings.memory_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def _data_bytes() -> int:

@@ -62,11 +62,8 @@ class Journal:
         return [Request(verb=verb, task=task) for _, verb, task in rows]
 
     def close(self) -> None:
-        """Commit and let go of the file."""
-        try:
-            self.commit()
-        finally:
-            self._connection.close()
+        """Let go of the file; what was not committed is not kept."""
+        self._connection.close()
 
 
 def read_events(path: Path) -> Iterator[tuple[float, Any]]:

@@ -75,7 +75,7 @@ class RunFolder:
         try:
             # A killed controller's last breath may still be in the air.
             deadline_s = time.monotonic() + _LOCK_WAIT_S
-            while not _try_lock(handle):
+            while not try_lock(handle):
                 if time.monotonic() > deadline_s:
                     owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
                     raise RunInUseError(
@@ -96,7 +96,7 @@ class RunFolder:
         except OSError:
             return False
         try:
-            return not _try_lock(handle)
+            return not try_lock(handle)
         finally:
             os.close(handle)
 
@@ -132,7 +132,8 @@ def new_run_path(name: str, *, root: Path = DEFAULT_ROOT) -> Path:
     return path
 
 
-def _try_lock(handle: int) -> bool:
+def try_lock(handle: int) -> bool:
+    """Lock an open file for this process and those that inherit it; False if another has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -8,7 +8,7 @@ import pytest
 
 import rota
 
-TASKS = '''
+TASKS = """
 import sys, time
 import torch
 import rota
@@ -78,7 +78,7 @@ sweep = rota.Sweep(tasks=[
     good(name="out-of-memory", loss=hungry_loss),
     good(name="good-again", model=lambda: (print("hello from the task"), torch.nn.Linear(4, 1))[1]),
 ])
-'''
+"""
 
 REASONS = {
     "model-raises": ["the model factory raised ValueError: no such architecture", "sweep.py, line"],

@@ -65,12 +65,32 @@ def test_a_sweep_from_the_prompt_runs_and_resumes_by_running_it_again(tmp_path):
     assert "holds the run of another sweep" in other.stderr
 
 
+def test_modules_beside_the_sweep_file_can_be_imported(cli, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "my_models.py").write_text("import torch\n\n\ndef net():\n    return torch.nn.Linear(2, 1)\n")
+    (project / "sweep.py").write_text(
+        "import torch, rota\n"
+        "from my_models import net\n"
+        "sweep = rota.Sweep(tasks=[rota.Task(name='net', model=net, steps=2,\n"
+        "    data=lambda: rota.Data(train=torch.ones(4, 2), batch_size=2),\n"
+        "    loss=lambda model, batch: model(batch).mean(),\n"
+        "    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))])\n"
+    )
+    done = cli.run("run", "project/sweep.py", "--out", "run")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
 def test_a_run_from_a_thread_works(tmp_path):
-    script = SCRIPT.replace("STEPS", "2").partition("best =")[0].replace(
-        'result = rota.run(sweep, out="run", progress=False)',
-        "import threading\n"
-        "thread = threading.Thread(target=lambda: print(rota.run(sweep, out='run', progress=False)))\n"
-        "thread.start(); thread.join()",
+    script = (
+        SCRIPT.replace("STEPS", "2")
+        .partition("best =")[0]
+        .replace(
+            'result = rota.run(sweep, out="run", progress=False)',
+            "import threading\n"
+            "thread = threading.Thread(target=lambda: print(rota.run(sweep, out='run', progress=False)))\n"
+            "thread.start(); thread.join()",
+        )
     )
     done = at_the_prompt(tmp_path, script)
     assert "4 finished" in done.stdout, done.stderr

@@ -65,7 +65,10 @@ class LocalBackend:
             ) from error
         worker = self._worker(device)
         worker.task = task.name
-        worker.send(Train(task=task.name, attempt=attempt, folder=str(folder.absolute())), payload)
+        # A worker may have been started before the sweep's folder was known.
+        path = tuple(entry or os.getcwd() for entry in sys.path)
+        command = Train(task=task.name, attempt=attempt, folder=str(folder.absolute()), import_path=path)
+        worker.send(command, payload)
 
     def halt(self, device: str) -> None:
         """Pass the request on."""

@@ -1,0 +1,29 @@
+"""Numbers for people: durations, metrics, and how far a task is."""
+
+from __future__ import annotations
+
+from rota.execute.record import TaskRecord
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: 4.2 s, 3 min 20 s, 1 h 05 min, 2 d 3 h."""
+    if seconds < 59.95:
+        return f"{max(0.0, seconds):.1f} s"
+    total = round(seconds)
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def value(number: object) -> str:
+    """A setting or a metric in few characters."""
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+def steps(task: TaskRecord) -> str:
+    """How far a task is: 120/400."""
+    return str(task.step) if task.total_steps is None else f"{task.step}/{task.total_steps}"

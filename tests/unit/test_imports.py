@@ -1,0 +1,104 @@
+"""The import rules of docs/architecture.md: what may know of what, and that `import rota` stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rota
+
+PACKAGE = Path(rota.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+# Folders and files that are pure: no torch, no processes, no clock. Those not built yet are kept here on purpose.
+PURE = ("rota.schedule", "rota.plan.box", "rota.memory.residency", "rota.balance.decide", "rota.execute.policy")
+IMPURE = {"torch", "subprocess", "multiprocessing", "threading", "socket", "time", "psutil", "os"}
+
+# Only these may import it.
+ONLY = {
+    "ray": ("rota.execute.backends.ray",),
+    "ortools": ("rota.schedule.cp_sat", "rota.schedule.milp"),
+    "sqlite3": ("rota.store", "rota.cli.doctor"),
+    "rich": ("rota.report", "rota.cli"),
+    "click": ("rota.cli",),
+    "pynvml": ("rota.cluster.discover",),
+    "cloudpickle": ("rota.execute.backends", "rota.runtime.worker", "rota.cli.sweep_file"),
+}
+
+# (who, never imports)
+NEVER = [
+    ("rota.runtime", "rota.execute"),
+    ("rota.runtime", "rota.schedule"),
+    ("rota.state", "rota.runtime"),
+    ("rota.state", "rota.execute"),
+    ("rota.store", "rota.execute"),
+    ("rota.store", "rota.runtime"),
+    ("rota.cluster", "rota.execute"),
+    ("rota.execute", "rota.cli"),
+    ("rota.report", "rota.cli"),
+]
+
+
+def imports(path):
+    """The absolute names of the modules that a file imports, wherever in it; not those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            skipped.update(id(inner) for inner in ast.walk(node))
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name, parent):
+    return name == parent or name.startswith(parent + ".")
+
+
+def test_pure_modules_import_nothing_impure():
+    for name, path in MODULES.items():
+        if any(within(name, pure) for pure in PURE):
+            found = {imported.partition(".")[0] for imported in imports(path)} & IMPURE
+            assert not found, f"{name} is pure and imports {found}"
+
+
+@pytest.mark.parametrize("library", ONLY)
+def test_a_library_is_imported_only_where_it_belongs(library):
+    for name, path in MODULES.items():
+        if any(within(imported, library) for imported in imports(path)):
+            assert any(within(name, place) for place in ONLY[library]), f"{name} imports {library}"
+
+
+@pytest.mark.parametrize(("who", "whom"), NEVER)
+def test_a_room_does_not_know_of_the_rooms_above_it(who, whom):
+    for name, path in MODULES.items():
+        if within(name, who):
+            assert not any(within(imported, whom) for imported in imports(path)), f"{name} imports {whom}"
+
+
+def test_every_module_says_what_it_is_in_one_line():
+    for name, path in MODULES.items():
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        assert text, f"{name} has no docstring"
+        assert len(text.splitlines()[0]) < 120
+
+
+def test_importing_rota_and_its_command_line_does_not_import_torch():
+    code = "import sys, rota, rota.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_the_public_names_are_few_and_all_there():
+    assert len(rota.__all__) < 16
+    assert all(hasattr(rota, name) for name in rota.__all__)
