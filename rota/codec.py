@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -37,7 +38,7 @@ def decode(kind: str, text: str | bytes) -> Any:
         raise MessageError(f"unknown kind of message {kind!r}; it may come from a newer rota")
     try:
         fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise MessageError(f"a {kind} message is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise MessageError(f"a {kind} message is not a JSON object")
@@ -76,7 +77,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     elif origin is dict and isinstance(value, dict):
         return {key: _convert(item, arguments[1], where) for key, item in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
     raise MessageError(f"{where} is {type(value).__name__}, and should be {hint}")

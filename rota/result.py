@@ -113,7 +113,10 @@ class Result:
         weights = load_file(path)
         if any(value.dtype.is_floating_point and value.dtype.itemsize == 8 for value in weights.values()):
             module.double()
-        module.load_state_dict(weights)
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+        wrong = [name for name in missing if not name.endswith("_extra_state")] + list(unexpected)
+        if wrong:
+            raise InputError(f"{path} does not fit what the model factory makes: {wrong[0]} and {len(wrong) - 1} more")
         return module.eval()
 
     def __repr__(self) -> str:

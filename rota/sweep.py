@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.errors import InputError
-from rota.task import Task
+from rota.task import NAME_RULE, Task, is_safe_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,11 @@ class Sweep:
     """Names the run folder where the user names none; by default the script or file does."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.tasks, Task) or not isinstance(self.tasks, Iterable):
+            raise InputError(f"a sweep's tasks must be a list of rota.Task, not {type(self.tasks).__name__}")
         object.__setattr__(self, "tasks", tuple(self.tasks))
+        if self.name and not is_safe_name(self.name):
+            raise InputError(f"sweep name {self.name!r} cannot be used; {NAME_RULE}")
         if not self.tasks:
             raise InputError("the sweep has no tasks; give at least one")
         seen: dict[str, Task] = {}
@@ -76,7 +80,7 @@ def _call(function: Callable[..., Task], point: dict[str, Any]) -> Task:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"rota.grid: {call} raised {type(error).__name__}: {error}") from error
+        raise InputError(f"rota.grid: {call} raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(made, Task):
         raise InputError(f"rota.grid: {call} returned {type(made).__name__}; it must return a rota.Task")
     return made if made.settings else dataclasses.replace(made, settings=point)

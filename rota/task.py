@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ Precision = Literal["float32", "float64", "bfloat16"]
 PRECISIONS: tuple[str, ...] = ("float32", "float64", "bfloat16")
 
 # A task's name is also the name of its folder, on every file system.
+NAME_RULE = (
+    "a name starts with a letter or digit and holds only letters, digits and . _ = , + @ - (at most 128), because it "
+    "names a folder"
+)
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+@-]{0,127}")
 
 
@@ -46,11 +51,12 @@ class Data:
     def __post_init__(self) -> None:
         where = "rota.Data"
         for name in ("batch_size", "valid_batch_size"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_count(where, name, value)
+            if getattr(self, name) is not None:
+                _set_count(self, name, where)
         if self.batch_size is None and is_map_style(self.train):
             raise InputError(f"{where}: batch_size is missing; give the number of samples in a batch")
+        if self.valid is not None and is_map_style(self.valid) and not (self.valid_batch_size or self.batch_size):
+            raise InputError(f"{where}: valid_batch_size is missing; give the number of samples in a validation batch")
         _check_dataset(where, "train", self.train)
         if self.valid is not None:
             _check_dataset(where, "valid", self.valid)
@@ -103,11 +109,8 @@ class Task:
     """What distinguishes this task, for tables and the report; `rota.grid` fills it in."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _SAFE_NAME.fullmatch(self.name):
-            raise InputError(
-                f"task name {self.name!r} cannot be used: a name starts with a letter or digit and holds only "
-                "letters, digits and . _ = , + @ - (at most 128), because it names a folder"
-            )
+        if not is_safe_name(self.name):
+            raise InputError(f"task name {self.name!r} cannot be used; {NAME_RULE}")
         where = f"task {self.name!r}"
         for name in ("model", "data", "optimizer", "loss"):
             if not callable(getattr(self, name)):
@@ -121,22 +124,29 @@ class Task:
             given = "both are given" if self.steps is not None else "neither is given"
             raise InputError(f"{where}: give either steps or epochs; {given}")
         for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_count(where, name, value)
+            if getattr(self, name) is not None or name == "accumulate":
+                _set_count(self, name, where)
         for name in ("clip_norm", "setup_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value > 0):
-                raise InputError(f"{where}: {name} must be a positive number, not {value!r}")
+            if (value is not None or name != "clip_norm") and not (_is_number(value) and value > 0):
+                raise InputError(f"{where}: {name} must be a positive number, not {repr(value)[:40]}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise InputError(f"{where}: seed must be a whole number from 0 to 2**32 - 1, not {self.seed!r}")
         if self.precision not in PRECISIONS:
             raise InputError(f"{where}: precision {self.precision!r} is unknown; it can be {', '.join(PRECISIONS)}")
 
 
+def is_safe_name(name: Any) -> bool:
+    """Whether a name can be that of a folder, everywhere."""
+    return isinstance(name, str) and _SAFE_NAME.fullmatch(name) is not None
+
+
 def is_map_style(dataset: Any) -> bool:
     """Whether a dataset can be indexed in any order, and therefore shuffled."""
-    return hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
+    kind = type(dataset)
+    # torch's IterableDataset inherits an index that only raises.
+    is_stream = any(base.__name__ == "IterableDataset" for base in kind.__mro__)
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_stream
 
 
 def _check_dataset(where: str, name: str, dataset: Any) -> None:
@@ -150,10 +160,16 @@ def _check_dataset(where: str, name: str, dataset: Any) -> None:
         )
 
 
-def _check_count(where: str, name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _set_count(holder: Any, name: str, where: str) -> None:
+    """Check a count and keep it as a plain int, also if it came as one of numpy's."""
+    value = getattr(holder, name)
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise InputError(f"{where}: {name} must be a whole number of at least 1, not {value!r}")
+    object.__setattr__(holder, name, int(value))
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False

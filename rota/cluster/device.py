@@ -8,9 +8,10 @@ from typing import Literal
 
 from rota.errors import InputError
 
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+(?=\s*[a-zA-Z]))?)\s*([a-zA-Z]*)\s*")
+_LONGEST_SIZE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,12 @@ def parse_bytes(size: str | int, *, what: str = "memory") -> int:
     """Read a size such as "4GiB", "500 MB" or a plain number of bytes."""
     if isinstance(size, int) and not isinstance(size, bool):
         amount = size
-    elif isinstance(size, str) and size.strip().isdigit():
-        amount = int(size)
     else:
-        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        match = _SIZE.fullmatch(size) if isinstance(size, str) and len(size) < _LONGEST_SIZE else None
         if match is None or match[2].lower() not in _UNITS:
-            raise InputError(f"{what} {size!r} is not a size; write it like 4GiB, 500MB or 1073741824")
-        amount = int(float(match[1]) * _UNITS[match[2].lower()])
+            shown = repr(size)[:_LONGEST_SIZE]
+            raise InputError(f"{what} {shown} is not a size; write it like 4GiB, 500MB or 1073741824")
+        amount = int(float(match[1]) * _UNITS[match[2].lower()]) if match[2] else int(match[1])
     if amount <= 0:
         raise InputError(f"{what} must be more than nothing, not {size!r}")
     return amount
@@ -61,8 +61,9 @@ def parse_bytes(size: str | int, *, what: str = "memory") -> int:
 
 def format_bytes(amount_bytes: float) -> str:
     """Write a size for people: 512 MiB, 11.3 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount_bytes < 1024:
-            return f"{amount_bytes:.3g} {unit}"
-        amount_bytes /= 1024
-    return f"{amount_bytes:.3g} TiB"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while amount_bytes >= 1024 and power < len(units) - 1:
+        amount_bytes, power = amount_bytes / 1024, power + 1
+    number = f"{amount_bytes:.3g}" if amount_bytes < 999 else f"{amount_bytes:.0f}"
+    return f"{number} {units[power]}"

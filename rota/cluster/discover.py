@@ -106,9 +106,7 @@ def _cuda_devices() -> tuple[Device, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        count = pynvml.nvmlDeviceGetCount()
-        indices = range(count) if visible is None else [int(i) for i in visible.split(",") if i.strip().isdigit()]
+        indices = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
         found = []
         for index in indices:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -118,3 +116,15 @@ def _cuda_devices() -> tuple[Device, ...]:
         return tuple(found)
     finally:
         pynvml.nvmlShutdown()
+
+
+def _visible_gpus(visible: str | None, count: int) -> list[int]:
+    """The indices that CUDA_VISIBLE_DEVICES leaves; as in CUDA, a wrong one hides itself and all behind it."""
+    if visible is None:
+        return list(range(count))
+    indices: list[int] = []
+    for part in visible.split(","):
+        if not part.strip().isdecimal() or int(part) >= count:
+            break
+        indices.append(int(part))
+    return indices

@@ -186,7 +186,7 @@ class Controller:
         if task.state is TaskState.PENDING:
             self._dequeue(task)
             self._note(Stopped(task=task.name, attempt=task.attempt, step=task.saved_step))
-        elif task.state is TaskState.RUNNING:
+        elif self._busy.get(task.device) == task.name:
             self._stopping.add(task.name)
             self._halt(task.device)
 
@@ -206,13 +206,14 @@ class Controller:
                 self._after_halt(task)
 
     def _end(self) -> RunState:
-        if self._interrupted:
-            state = RunState.INTERRUPTED
-        elif all(task.state is TaskState.FINISHED for task in self.record.tasks.values()):
+        states = {task.state for task in self.record.tasks.values()}
+        if states == {TaskState.FINISHED}:
             state = RunState.FINISHED
-        else:
+        elif all(one.ended for one in states):
             state = RunState.INCOMPLETE
-        self._note(RunEnded(state=state.value, counts=self.record.counts()))
+        else:
+            state = RunState.INTERRUPTED
+        self._note(RunEnded(state=state.value))
         self._commit()
         return state
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rota.codec import register
@@ -74,7 +74,6 @@ class RunEnded:
     """The controller left the run in this state."""
 
     state: str
-    counts: dict[str, int] = field(default_factory=dict)
 
 
 Event = (

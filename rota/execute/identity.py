@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import numbers
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -85,4 +86,6 @@ def _jsonable(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's
+        return value.item()
     return getattr(value, "__name__", None) or str(value)

@@ -17,13 +17,13 @@ class Waiting:
     name: str
     index: int
     """Its place in the sweep."""
-    expected_s: float
-    """How long it is expected to take; only the order matters where no step was measured yet."""
+    batches: float
+    """How many batches it has still to train on; infinite if that is not known yet."""
 
     @property
     def order(self) -> tuple[float, int]:
         """Sorts the longest first, and equal ones as the user listed them."""
-        return (-self.expected_s, self.index)
+        return (-self.batches, self.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,10 @@ class Policy(Protocol):
 
 
 class LongestFirst:
-    """One device for each task, the longest task first: with equal devices at most 4/3 of the best makespan."""
+    """One device for each task, the one with the most batches left first.
+
+    With equal devices and equal batches the makespan is at most 4/3 of the best.
+    """
 
     def decide(self, waiting: Sequence[Waiting], free: Sequence[str]) -> Sequence[Launch]:
         """Pair the longest tasks with the free devices."""
@@ -53,5 +56,5 @@ class LongestFirst:
 def waiting(task: TaskRecord) -> Waiting:
     """How the policy sees a task. A task of unknown length goes first: it may be the longest."""
     steps = task.remaining_steps
-    step_s = task.step_s if task.step_s is not None else float(task.facts.get("accumulate", 1))
-    return Waiting(name=task.name, index=task.index, expected_s=math.inf if steps is None else steps * step_s)
+    batches = math.inf if steps is None else float(steps * task.facts.get("accumulate", 1))
+    return Waiting(name=task.name, index=task.index, batches=batches)

@@ -108,10 +108,7 @@ class RunRecord:
         elif isinstance(event, RunEnded):
             self._end(event, time_s)
         else:
-            task = self.tasks.get(event.task)
-            if task is None:
-                raise StoreError(f"the journal tells of a task {event.task!r} that the run does not have")
-            self._apply_to(task, event, time_s)
+            self._apply_to(self._find(event.task), event, time_s)
 
     def _begin(self, event: RunBegan, time_s: float) -> None:
         if self.tasks:
@@ -136,18 +133,19 @@ class RunRecord:
         for task in self.tasks.values():
             task.losses = 0
             if task.state is TaskState.RUNNING:
-                _close(task, time_s=before_s, end="interrupted")
-                _move(task, TaskState.PENDING)
+                _interrupt(task, time_s=before_s)
         for name in event.retried:
-            _move(self.tasks[name], TaskState.PENDING)
-            self.tasks[name].reason = self.tasks[name].traceback = ""
+            task = self._find(name)
+            _move(task, TaskState.PENDING)
+            task.reason = task.traceback = ""
 
     def _end(self, event: RunEnded, time_s: float) -> None:
+        if event.state not in set(RunState):
+            raise StoreError(f"the journal ends the run in an unknown state {event.state!r}")
         self._move_run(RunState(event.state))
         for task in self.tasks.values():
             if task.state is TaskState.RUNNING:
-                _close(task, time_s=time_s, end="interrupted")
-                _move(task, TaskState.PENDING)
+                _interrupt(task, time_s=time_s)
 
     def _apply_to(self, task: TaskRecord, event: Any, time_s: float) -> None:
         if isinstance(event, Launched):
@@ -159,17 +157,16 @@ class RunRecord:
             task.total_steps, task.parameters = event.total_steps, event.parameters
         elif isinstance(event, Measured):
             task.step = max(step for step, _ in event.rows) if event.rows else task.step
-            task.metrics |= event.latest
-            if event.trained_steps:
-                task.step_s = event.train_s / event.trained_steps
+            task.metrics = dict(event.latest)
+            task.step_s = event.step_s if event.step_s is not None else task.step_s
         elif isinstance(event, Saved):
             task.saved_step = event.step
         elif isinstance(event, Noticed):
             task.notices.append(event.text)
             self.notices.append((time_s, task.name, event.text))
         elif isinstance(event, Halted):
+            _close(task, time_s=time_s, end="")  # what follows tells why
             task.step = task.saved_step = event.step
-            task.spans[-1].end_s = time_s  # what follows tells why
         elif isinstance(event, Finished):
             task.step, task.metrics = event.step, task.metrics | event.metrics
             _leave(task, TaskState.FINISHED, time_s)
@@ -184,9 +181,9 @@ class RunRecord:
             _leave(task, TaskState.STOPPED, time_s)
 
     def _lose(self, task: TaskRecord, event: Lost, time_s: float) -> None:
+        _close(task, time_s=time_s, end="lost")
         task.losses += 1
         task.step = task.saved_step
-        _close(task, time_s=time_s, end="lost")
         if event.retried:
             self.notices.append((time_s, task.name, f"{event.reason}; going on from step {task.saved_step}"))
             _move(task, TaskState.PENDING)
@@ -195,10 +192,22 @@ class RunRecord:
             _move(task, TaskState.FAILED)
         task.device = ""
 
+    def _find(self, name: str) -> TaskRecord:
+        if name not in self.tasks:
+            raise StoreError(f"the journal tells of a task {name!r} that the run does not have")
+        return self.tasks[name]
+
     def _move_run(self, state: RunState) -> None:
         if state not in RUN_TRANSITIONS[self.state]:
             raise StoreError(f"the journal moves the run from {self.state} to {state}, which cannot be")
         self.state = state
+
+
+def _interrupt(task: TaskRecord, *, time_s: float) -> None:
+    """It waits again, on no device."""
+    _close(task, time_s=time_s, end="interrupted")
+    _move(task, TaskState.PENDING)
+    task.device = ""
 
 
 def _leave(task: TaskRecord, state: TaskState, time_s: float) -> None:
@@ -215,6 +224,8 @@ def _move(task: TaskRecord, state: TaskState) -> None:
 
 
 def _close(task: TaskRecord, *, time_s: float, end: str) -> None:
+    if task.state is not TaskState.RUNNING:
+        raise StoreError(f"the journal ends task {task.name!r} on a device while it is {task.state}, which cannot be")
     span = task.spans[-1]
     span.end = end
     if span.end_s is None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import html
-import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ from urllib.parse import quote
 
 from rota.execute.record import RunRecord, Span, TaskRecord
 from rota.execute.states import RunState, TaskState
-from rota.report import svg
+from rota.report import markup, svg
 from rota.report.format import duration
 from rota.report.ranking import TRAIN_LOSS, VALID_LOSS, is_ranked, rank, ranking_metric
 from rota.state.files import replacing
@@ -42,10 +38,6 @@ _METRIC_NAMES = {VALID_LOSS: "Validation loss", TRAIN_LOSS: "Training loss"}
 _BEST_LOSS, _BEST_STEP = "best/loss", "best/step"
 _MAX_SETTINGS_COLUMNS = 8
 _MAX_EXTRA_METRICS = 3
-_MAX_CELL = 40
-# A virtual clock starts at zero, and its times are no dates.
-_FIRST_DATE_S = 1e8
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _ENDS: dict[str, svg.End] = {
     "failed": "failed",
     "diverged": "failed",
@@ -93,7 +85,7 @@ def _page(record: RunRecord, curves: Mapping[str, Curves]) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         # The page may quote anything; whatever slips through still neither runs nor loads.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{_text(title)}</title>\n<style>\n{_stylesheet()}{_highlights(len(record.tasks))}</style>\n</head>\n"
+        f"<title>{markup.text(title)}</title>\n<style>\n{_stylesheet()}{_highlights(len(record.tasks))}</style>\n</head>\n"
         f"<body>\n{_header(record, ranked)}\n<main>\n{''.join(sections)}</main>\n{_footer(record)}\n</body>\n</html>\n"
     )
 
@@ -103,15 +95,15 @@ def _page(record: RunRecord, curves: Mapping[str, Curves]) -> str:
 
 def _header(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     facts = [
-        ("Started", _moment(record.begin_s)),
+        ("Started", markup.moment(record.begin_s)),
         ("Total time", _total_time(record)),
-        ("Devices", _text(_device_summary(record))),
-        ("Tasks", _text(_task_summary(record))),
+        ("Devices", markup.text(_device_summary(record))),
+        ("Tasks", markup.text(_task_summary(record))),
     ]
     return (
         f'<header>\n<p class="eyebrow">rota run report</p>\n'
-        f"<h1>{_text(record.name or 'run')} {_chip(record.state.value)}</h1>\n"
-        f"{_definitions(facts, kind='facts')}\n{_lead(record, ranked)}</header>"
+        f"<h1>{markup.text(record.name or 'run')} {markup.chip(record.state.value)}</h1>\n"
+        f"{markup.definitions(facts, kind='facts')}\n{_lead(record, ranked)}</header>"
     )
 
 
@@ -123,8 +115,8 @@ def _lead(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     best = ranked[0]
     so_far = " so far" if record.state is RunState.RUNNING else ""
     return (
-        f'<p class="lead">Best{so_far}: <a href="#{_anchor(best)}"><strong>{_text(best.name)}</strong></a> with a '
-        f"{_METRIC_NAMES[metric].lower()} of <strong>{_number(best.metrics[metric])}</strong> after "
+        f'<p class="lead">Best{so_far}: <a href="#{_anchor(best)}"><strong>{markup.text(best.name)}</strong></a> '
+        f"with a {_METRIC_NAMES[metric].lower()} of <strong>{markup.number(best.metrics[metric])}</strong> after "
         f"{best.step:,} steps. {_model_link(best)}</p>\n"
     )
 
@@ -151,8 +143,8 @@ def _task_summary(record: RunRecord) -> str:
 
 
 def _footer(record: RunRecord) -> str:
-    source = f" from <code>{_text(record.source)}</code>" if record.source else ""
-    return f"<footer>Made by rota{source}; the run as of {_moment(record.last_s)}. Times are in UTC.</footer>"
+    source = f" from <code>{markup.text(record.source)}</code>" if record.source else ""
+    return f"<footer>Made by rota{source}; the run as of {markup.moment(record.last_s)}. Times are in UTC.</footer>"
 
 
 # ---- the ranking ----
@@ -172,13 +164,18 @@ def _ranking_section(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     metric = ranking_metric(record)
     settings, common = _settings(ranked)
     columns = [*(_setting_column(key, ranked) for key in settings), *_result_columns(record, ranked)]
-    head = "".join(f'<th scope="col"{_class("n" * column.numeric)}>{_text(column.head)}</th>' for column in columns)
+    head = "".join(
+        f'<th scope="col"{markup.class_attribute("n" * column.numeric)}>{markup.text(column.head)}</th>'
+        for column in columns
+    )
     rows = [_row(task, columns, place if is_ranked(task, metric) else None) for place, task in enumerate(ranked, 1)]
     caption = f"By {_METRIC_NAMES[metric].lower()}, lowest first."
     if common:
-        caption += f" The same for all: {', '.join(f'{key} = {_shorten(value)}' for key, value in common.items())}."
+        caption += (
+            f" The same for all: {', '.join(f'{key} = {markup.shorten(value)}' for key, value in common.items())}."
+        )
     return (
-        f'<section>\n<h2>Ranking</h2>\n<p class="note">{_text(caption)}</p>\n'
+        f'<section>\n<h2>Ranking</h2>\n<p class="note">{markup.text(caption)}</p>\n'
         '<div class="scroll" tabindex="0" role="region" aria-label="Ranking of the tasks">\n<table>\n'
         f'<thead><tr><th scope="col" class="rank">#</th><th scope="col">Task</th>{head}</tr></thead>\n'
         f"<tbody>\n{''.join(rows)}</tbody>\n</table>\n</div>\n</section>\n"
@@ -187,9 +184,10 @@ def _ranking_section(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
 
 def _row(task: TaskRecord, columns: Sequence[Column], place: int | None) -> str:
     kind = "unranked" if place is None else "best" if place == 1 else ""
-    name = f'{svg.swatch(task.index)}<a href="#{_anchor(task)}">{_text(task.name)}</a>'
-    cells = "".join(f"<td{_class('n' * column.numeric)}>{column.cell(task)}</td>" for column in columns)
-    return f'<tr{_class(kind)}><td class="rank">{place or "–"}</td><th scope="row">{name}</th>{cells}</tr>\n'
+    name = f'{svg.swatch(task.index)}<a href="#{_anchor(task)}">{markup.text(task.name)}</a>'
+    cells = "".join(f"<td{markup.class_attribute('n' * column.numeric)}>{column.cell(task)}</td>" for column in columns)
+    head = f'<td class="rank">{place or "–"}</td><th scope="row">{name}</th>'
+    return f"<tr{markup.class_attribute(kind)}>{head}{cells}</tr>\n"
 
 
 def _result_columns(record: RunRecord, tasks: Sequence[TaskRecord]) -> list[Column]:
@@ -206,19 +204,19 @@ def _result_columns(record: RunRecord, tasks: Sequence[TaskRecord]) -> list[Colu
         Column(head="Steps", cell=_steps),
         Column(head="Parameters", cell=_parameters),
         Column(head="Time", cell=lambda task: _busy(task, record)),
-        Column(head="State", cell=lambda task: _chip(task.state.value), numeric=False),
+        Column(head="State", cell=lambda task: markup.chip(task.state.value), numeric=False),
     ]
 
 
 def _metric_column(head: str, metric: str) -> Column:
-    return Column(head=head, cell=lambda task: _number(task.metrics[metric]) if metric in task.metrics else "")
+    return Column(head=head, cell=lambda task: markup.number(task.metrics[metric]) if metric in task.metrics else "")
 
 
 def _setting_column(key: str, tasks: Sequence[TaskRecord]) -> Column:
     def cell(task: TaskRecord) -> str:
-        text = _setting(task.settings[key]) if key in task.settings else ""
-        short = _shorten(text)
-        return _text(text) if short == text else f'<span title="{_text(text)}">{_text(short)}</span>'
+        text = markup.setting(task.settings[key]) if key in task.settings else ""
+        short = markup.shorten(text)
+        return markup.text(text) if short == text else f'<span title="{markup.text(text)}">{markup.text(short)}</span>'
 
     values = [task.settings[key] for task in tasks if key in task.settings]
     numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -230,7 +228,7 @@ def _settings(tasks: Sequence[TaskRecord]) -> tuple[list[str], dict[str, str]]:
     keys = dict.fromkeys(key for task in sorted(tasks, key=lambda task: task.index) for key in task.settings)
     common = {}
     for key in keys:
-        values = {_setting(task.settings[key]) if key in task.settings else None for task in tasks}
+        values = {markup.setting(task.settings[key]) if key in task.settings else None for task in tasks}
         value = values.pop()
         if not values and value is not None and len(tasks) > 1:
             common[key] = value
@@ -242,13 +240,13 @@ def _best(task: TaskRecord) -> str:
         return ""
     step = task.metrics.get(_BEST_STEP)
     at = "" if step is None else f" <small>({step:,.0f})</small>"
-    return f"{_number(task.metrics[_BEST_LOSS])}{at}"
+    return f"{markup.number(task.metrics[_BEST_LOSS])}{at}"
 
 
 def _parameters(task: TaskRecord) -> str:
     if task.parameters is None:
         return ""
-    return f'<span title="{task.parameters:,}">{_count(task.parameters)}</span>'
+    return f'<span title="{task.parameters:,}">{markup.count(task.parameters)}</span>'
 
 
 # ---- the curves ----
@@ -293,7 +291,7 @@ def _line(task: TaskRecord, curve: Curve, *, strong: bool) -> svg.Line:
         style=task.index,
         points=curve.points,
         trend=curve.trend,
-        title=f"{task.name}: {_number(value)} at step {step:,.0f}",
+        title=f"{task.name}: {markup.number(value)} at step {step:,.0f}",
         broken=task.state in (TaskState.FAILED, TaskState.DIVERGED),
         strong=strong,
     )
@@ -304,11 +302,11 @@ def _key(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     entries = []
     for task in ranked:
         value = task.metrics.get(metric)
-        shown = "" if value is None else f'<span class="n">{_number(value)}</span>'
+        shown = "" if value is None else f'<span class="n">{markup.number(value)}</span>'
         look = svg.style_classes(task.index)
         entries.append(
             f'<li><a class="key {look}" href="#{_anchor(task)}">{svg.swatch(task.index)}'
-            f'<span class="name">{_text(task.name)}</span>{shown}</a></li>\n'
+            f'<span class="name">{markup.text(task.name)}</span>{shown}</a></li>\n'
         )
     return f'<ul class="keys" aria-label="Key: the tasks and their lines">\n{"".join(entries)}</ul>\n'
 
@@ -413,31 +411,33 @@ def _tasks_section(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
 def _task(task: TaskRecord, record: RunRecord) -> str:
     ended_badly = task.state in (TaskState.FAILED, TaskState.DIVERGED)
     groups = [
-        ("Settings", [(key, _text(_setting(value))) for key, value in task.settings.items()]),
+        ("Settings", [(key, markup.text(markup.setting(value))) for key, value in task.settings.items()]),
         ("Result", _result(task, record)),
-        ("Task", [(key, _text(_setting(value))) for key, value in task.facts.items() if value is not None]),
+        ("Task", [(key, markup.text(markup.setting(value))) for key, value in task.facts.items() if value is not None]),
     ]
-    columns = "".join(f"<div>\n<h3>{name}</h3>\n{_definitions(pairs)}\n</div>\n" for name, pairs in groups if pairs)
-    reason = f'<p class="reason">{_text(task.reason)}</p>\n' if task.reason else ""
-    trace = f'<pre tabindex="0">{_text(task.traceback.rstrip())}</pre>\n' if task.traceback else ""
-    notices = "".join(f"<li>{_text(notice)}</li>" for notice in task.notices)
+    columns = "".join(
+        f"<div>\n<h3>{name}</h3>\n{markup.definitions(pairs)}\n</div>\n" for name, pairs in groups if pairs
+    )
+    reason = f'<p class="reason">{markup.text(task.reason)}</p>\n' if task.reason else ""
+    trace = f'<pre tabindex="0">{markup.text(task.traceback.rstrip())}</pre>\n' if task.traceback else ""
+    notices = "".join(f"<li>{markup.text(notice)}</li>" for notice in task.notices)
     notices = f"<h3>Notices</h3>\n<ul>{notices}</ul>\n" if notices else ""
     # The anchor is inside, so that a link to it opens the details.
     return (
         f"<details{' open' if ended_badly else ''}>\n<summary>{svg.swatch(task.index)}"
-        f'<span class="name">{_text(task.name)}</span>{_chip(task.state.value)}</summary>\n'
+        f'<span class="name">{markup.text(task.name)}</span>{markup.chip(task.state.value)}</summary>\n'
         f'<div class="body" id="{_anchor(task)}">\n{reason}{trace}<div class="columns">\n{columns}</div>\n'
         f"{_attempts(task, record)}{notices}</div>\n</details>\n"
     )
 
 
 def _result(task: TaskRecord, record: RunRecord) -> list[tuple[str, str]]:
-    pairs = [(name, _number(value)) for name, value in sorted(task.metrics.items()) if name != _BEST_STEP]
+    pairs = [(name, markup.number(value)) for name, value in sorted(task.metrics.items()) if name != _BEST_STEP]
     if _BEST_STEP in task.metrics:
         pairs.append((_BEST_STEP, f"{task.metrics[_BEST_STEP]:,.0f}"))
     pairs.append(("steps", _steps(task)))
     if task.step_s is not None:
-        pairs.append(("time per step", _step_time(task.step_s)))
+        pairs.append(("time per step", markup.step_time(task.step_s)))
     if task.parameters is not None:
         pairs.append(("parameters", f"{task.parameters:,}"))
     if task.spans:
@@ -454,10 +454,10 @@ def _attempts(task: TaskRecord, record: RunRecord) -> str:
     if not task.spans:
         return ""
     rows = "".join(
-        f'<tr><td class="n">{span.attempt}</td><td>{_text(span.device)}</td>'
+        f'<tr><td class="n">{span.attempt}</td><td>{markup.text(span.device)}</td>'
         f'<td class="n">{duration(span.begin_s - record.begin_s)}</td>'
         f'<td class="n">{duration(_end_s(span, record) - span.begin_s)}</td>'
-        f"<td>{_text(span.end or 'running')}</td></tr>\n"
+        f"<td>{markup.text(span.end or 'running')}</td></tr>\n"
         for span in task.spans
     )
     return (
@@ -472,7 +472,7 @@ def _notices_section(record: RunRecord) -> str:
         return ""
     rows = "".join(
         f'<li><span class="when">{duration(time_s - record.begin_s)}</span> '
-        f"<span><strong>{_text(task)}</strong> {_text(text)}</span></li>\n"
+        f"<span><strong>{markup.text(task)}</strong> {markup.text(text)}</span></li>\n"
         for time_s, task, text in record.notices
     )
     return f'<section>\n<h2>Notices</h2>\n<ul class="notices">\n{rows}</ul>\n</section>\n'
@@ -485,25 +485,6 @@ def _stylesheet() -> str:
     return resources.files("rota.report").joinpath("report.css").read_text(encoding="utf-8")
 
 
-def _text(value: str) -> str:
-    """Text as HTML, inside an element or a quoted attribute."""
-    return html.escape(_CONTROL.sub("�", value))
-
-
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
-
-
-def _chip(state: str) -> str:
-    return f'<span class="chip {_text(state)}">{_text(state)}</span>'
-
-
-def _definitions(pairs: Sequence[tuple[str, str]], *, kind: str = "") -> str:
-    """A list of terms; the values are HTML already."""
-    items = "".join(f"<div><dt>{_text(term)}</dt><dd>{value}</dd></div>\n" for term, value in pairs)
-    return f"<dl{_class(kind)}>\n{items}</dl>"
-
-
 def _anchor(task: TaskRecord) -> str:
     return f"task-{task.index}"
 
@@ -513,14 +494,7 @@ def _model_link(task: TaskRecord) -> str:
 
 
 def _link(task: TaskRecord, file: str) -> str:
-    return f'<a class="file" href="tasks/{_text(quote(task.name, safe="=,+@"))}/{file}">{file}</a>'
-
-
-def _moment(time_s: float) -> str:
-    if time_s < _FIRST_DATE_S:
-        return f"{duration(time_s)} (simulated)"
-    moment = datetime.fromtimestamp(time_s, UTC)
-    return f'<time datetime="{moment:%Y-%m-%dT%H:%M:%SZ}">{moment:%Y-%m-%d %H:%M}</time>'
+    return f'<a class="file" href="tasks/{markup.text(quote(task.name, safe="=,+@"))}/{file}">{file}</a>'
 
 
 def _end_s(span: Span, record: RunRecord) -> float:
@@ -537,33 +511,3 @@ def _steps(task: TaskRecord) -> str:
     if task.total_steps is None or task.step == task.total_steps:
         return f"{task.step:,}"
     return f"{task.step:,} / {task.total_steps:,}"
-
-
-def _step_time(step_s: float) -> str:
-    return f"{1000 * step_s:.3g} ms" if step_s < 1 else duration(step_s)
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
-
-
-def _count(amount: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if amount >= size:
-            return f"{amount / size:.3g} {unit}"
-    return str(amount)
-
-
-def _setting(value: Any) -> str:
-    """A setting as its user would write it."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 1]}…"

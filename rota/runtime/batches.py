@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -9,7 +10,10 @@ import torch
 from torch.utils.data import default_collate
 
 from rota.errors import InputError
+from rota.state import rng
 from rota.task import Data, is_map_style
+
+_CPU = torch.device("cpu")
 
 Batch = tuple[Any, int]
 """What the loss function gets, and how many samples it holds (1 where that is unknown)."""
@@ -115,62 +119,80 @@ class IterableCursor:
         self._drop_last = data.drop_last
         self._collate = data.collate or default_collate
         self.batches_per_epoch: int | None = None
-        if hasattr(data.train, "__len__"):
+        with contextlib.suppress(TypeError):  # no length, or one that its dataset refuses to tell
             whole, rest = divmod(len(data.train), self._size or 1)
             self.batches_per_epoch = whole + (1 if rest and not data.drop_last else 0)
         self._epoch = 0
         self._batch = 0
         self._iterator: Any = None
+        self._epoch_rng: dict[str, Any] | None = None
+        """Where the generators stood when this epoch's iterator was made: it may have drawn its order from them."""
 
     def next(self) -> Batch:
         """The next batch."""
         batch = self._take()
         if batch is None:
             if self._batch == 0:
-                raise InputError(
-                    "the training iterable is empty"
-                    if self._epoch == 0
-                    else "the training iterable was used up and gave nothing when it was iterated again; give an "
-                    "iterable that can be iterated more than once, or fewer steps"
-                )
+                raise InputError(self._nothing())
             self._epoch, self._batch, self._iterator = self._epoch + 1, 0, None
             batch = self._take()
             if batch is None:
-                return self.next()
+                raise InputError(self._nothing())
         self._batch += 1
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the batches taken of it, and the state of the iterator or the iterable, if one has any."""
+        state = {"epoch": self._epoch, "batch": self._batch, "owner": None, "own": None, "rng": self._epoch_rng}
         for owner, holder in (("iterator", self._iterator), ("iterable", self._dataset)):
-            if hasattr(holder, "state_dict"):
-                return {"epoch": self._epoch, "batch": self._batch, "owner": owner, "own": holder.state_dict()}
-        return {"epoch": self._epoch, "batch": self._batch, "owner": None, "own": None}
+            if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
+                return state | {"owner": owner, "own": holder.state_dict()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any], notice: Callable[[str], None]) -> None:
         """Let the iterable restore itself where it can; otherwise read and drop what was already used."""
-        self._epoch, self._batch = state["epoch"], state["batch"]
+        self._epoch, self._batch, self._epoch_rng = state["epoch"], state["batch"], state["rng"]
         if state["owner"] == "iterable":
             self._dataset.load_state_dict(state["own"])
-        self._iterator = iter(self._dataset)
-        if state["owner"] == "iterator":
+            self._iterator = iter(self._dataset)
+        elif state["owner"] == "iterator":
+            self._iterator = iter(self._dataset)
             self._iterator.load_state_dict(state["own"])
-        if state["owner"] is None and self._batch:
+        elif self._epoch or self._batch:
             notice(
                 f"the training iterable has no state_dict, so {self._batch} batches were read again and dropped to "
                 "get back to where it was"
             )
-            for _ in range(self._batch):
-                if self._take() is None:
-                    raise InputError("the training iterable is shorter now than when the checkpoint was written")
+            self._skip()
+
+    def _skip(self) -> None:
+        for _ in range(self._epoch):  # an iterable may count its epochs by how often it was begun
+            next(iter(self._dataset), None)
+        if self._epoch_rng is not None:
+            rng.set_state(self._epoch_rng, _CPU)
+        self._iterator = iter(self._dataset)
+        for _ in range(self._batch):
+            if self._take() is None:
+                raise InputError("the training iterable is shorter now than when the checkpoint was written")
 
     def _take(self) -> Batch | None:
         if self._iterator is None:
+            self._epoch_rng = rng.get_state(_CPU)
             self._iterator = iter(self._dataset)
         taken = next(_batched(self._iterator, self._size, self._collate), None)
         if taken is not None and self._drop_last and self._size is not None and taken[1] < self._size:
             return None
         return taken
+
+    def _nothing(self) -> str:
+        if self._epoch:
+            return (
+                "the training iterable was used up and gave nothing when it was iterated again; give an iterable that "
+                "can be iterated more than once, or fewer steps"
+            )
+        if self._drop_last and next(iter(self._dataset), None) is not None:
+            return f"the training iterable has fewer samples than batch_size ({self._size}), and drop_last drops them"
+        return "the training iterable is empty; give at least one sample"
 
 
 def _fetch(dataset: Any, indices: list[int]) -> list[Any]:

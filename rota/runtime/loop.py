@@ -14,7 +14,7 @@ from rota.errors import CheckpointError, RotaError, TaskError
 from rota.runtime.messages import Began, Finished, Halted, Noticed, Report, Saved
 from rota.runtime.metrics import MetricsLog
 from rota.runtime.training import Training
-from rota.state import checkpoint
+from rota.state import checkpoint, files
 from rota.state.writer import CheckpointWriter, Written
 from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE
 from rota.task import Task
@@ -59,6 +59,7 @@ class Loop:
         self._writer = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
         self._saved_at_s = time.perf_counter()
         self._saved_at_step = 0
+        self._committed_step = 0
         self._write_failures = 0
         self.step = 0
         """The last step taken, for the report of a failure."""
@@ -80,11 +81,12 @@ class Loop:
     def _prepare(self) -> Training:
         training = Training(self._task, device=self._device, watch=self._watch_setup)
         with self._watch_setup("restoring the checkpoint"):
+            files.remove_leftovers(self._folder)
             found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=self._notice)
             if found is not None:
                 training.load_state_dict(found.tree["training"], notice=self._notice)
                 self._metrics.load_state_dict(found.tree["metrics"])
-        self.step = self._saved_at_step = training.step
+        self.step = self._saved_at_step = self._committed_step = training.step
         self._outside.report(
             Began(
                 task=self._task.name,
@@ -152,7 +154,7 @@ class Loop:
     def _halt(self, training: Training) -> Halted:
         self._outside.watch("saving", limit_s=None, retry=False, step=training.step)
         self._save_and_wait(training)
-        return Halted(task=self._task.name, attempt=self._attempt, step=training.step)
+        return Halted(task=self._task.name, attempt=self._attempt, step=self._committed_step)
 
     def _finish(self, training: Training) -> Finished:
         self._outside.watch("writing the model", limit_s=None, retry=False, step=training.step)
@@ -170,6 +172,7 @@ class Loop:
         """Called by the writer's thread."""
         if written.error is None:
             self._write_failures = 0
+            self._committed_step = written.step
             self._outside.report(
                 Saved(task=self._task.name, attempt=self._attempt, step=written.step, write_s=written.write_s)
             )

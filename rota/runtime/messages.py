@@ -100,13 +100,8 @@ class Measured:
     """(step, metrics) for each step; a validated step may come twice."""
     latest: dict[str, float]
     """The latest value of each metric, also of those that these rows do not have."""
-    train_s: float
-    """The time that these steps took."""
-
-    @property
-    def trained_steps(self) -> int:
-        """How many training steps are told of."""
-        return sum("train/loss" in metrics for _, metrics in self.rows)
+    step_s: float | None
+    """Seconds per step, lately; None before the first."""
 
 
 @register

@@ -30,6 +30,7 @@ class MetricsLog:
         self._unconfirmed: deque[Measured] = deque()
         self._latest: dict[str, float] = {}
         self._number = 0
+        self._step_s: float | None = None
         self._sent_s = time.perf_counter()
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
@@ -42,9 +43,12 @@ class MetricsLog:
     def flush(self) -> None:
         """Report what was noted."""
         now_s = time.perf_counter()
+        trained = sum("train/loss" in metrics for _, metrics in self._rows)
+        if trained:
+            self._step_s = (now_s - self._sent_s) / trained
         if self._rows:
             self._number += 1
-            self._dispatch(self._number, tuple(self._rows), dict(self._latest), now_s - self._sent_s)
+            self._dispatch(self._number, tuple(self._rows), dict(self._latest), self._step_s)
             self._rows = []
         self._sent_s = now_s
 
@@ -63,18 +67,18 @@ class MetricsLog:
         return {
             "number": self._number,
             "latest": dict(self._latest),
-            "unconfirmed": [[m.number, m.rows, m.latest, m.train_s] for m in self._unconfirmed],
+            "unconfirmed": [[m.number, m.rows, m.latest, m.step_s] for m in self._unconfirmed],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Report again what may not have reached the journal."""
         self._number, self._latest = state["number"], dict(state["latest"])
-        for number, rows, latest, train_s in state["unconfirmed"]:
-            self._dispatch(number, rows, latest, train_s)
+        for number, rows, latest, step_s in state["unconfirmed"]:
+            self._dispatch(number, rows, latest, step_s)
 
-    def _dispatch(self, number: int, rows: tuple[Row, ...], latest: dict[str, float], train_s: float) -> None:
+    def _dispatch(self, number: int, rows: tuple[Row, ...], latest: dict[str, float], step_s: float | None) -> None:
         report = Measured(
-            task=self._task, attempt=self._attempt, number=number, rows=rows, latest=latest, train_s=train_s
+            task=self._task, attempt=self._attempt, number=number, rows=rows, latest=latest, step_s=step_s
         )
         self._unconfirmed.append(report)
         self._send(report)

@@ -29,7 +29,9 @@ class Training:
         watch = watch or (lambda what: contextlib.nullcontext())
         rng.seed_all(task.seed)
         self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
-        self.model.to(device=device, dtype=torch.float64 if task.precision == "float64" else None)
+        if task.precision == "float64":
+            self.model.double()
+        self.model.to(device)
         self.model.train()
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
         self.optimizer: torch.optim.Optimizer = _made_by(
@@ -59,7 +61,6 @@ class Training:
         """The lowest validation loss so far, and its step."""
         self.last: dict[str, float] = {}
         """The latest value of each metric."""
-        self._trainable = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     # ---- training ----
 
@@ -87,7 +88,7 @@ class Training:
         task = self.task
         with calling("the optimizer"):
             if task.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self._trainable, task.clip_norm)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), task.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         if self.lr_schedule is not None and not self._schedule_wants_metric():
@@ -156,7 +157,10 @@ class Training:
         if not math.isfinite(metrics["loss"]):
             kind = "training" if self.model.training else "validation"
             at = self.step + 1 if self.model.training else self.step
-            raise DivergedError(f"the {kind} loss became {metrics['loss']} at step {at}", step=at)
+            raise DivergedError(
+                f"the {kind} loss became {metrics['loss']} at step {at}; try a lower learning rate, or clip_norm",
+                step=at,
+            )
         return loss.reshape(()), metrics
 
     def _place(self, value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from rota.errors import DivergedError, InputError, TaskError
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "cannot allocate memory")
 
 
@@ -49,7 +49,7 @@ def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not os.path.abspath(frame.filename).startswith(_OURS) and "contextlib" not in frame.filename
+        if not os.path.abspath(frame.filename).startswith(_OURS) and frame.filename != contextlib.__file__
     ]
     while len(frames) > 1 and "site-packages" in frames[-1].filename:
         if all("site-packages" in frame.filename for frame in frames):

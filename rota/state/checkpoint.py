@@ -52,14 +52,14 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
         target = folder / f"checkpoint-{_next_number(folder):08d}"
         files.remove(side)
         side.mkdir(mode=0o700)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, side / _TENSORS)
+        save_file(_separate(tensors), side / _TENSORS)
         files.sync_file(side / _TENSORS)
         files.write_text(side / _STATE, json.dumps({"format": _FORMAT, "tree": skeleton}))
         files.write_text(side / _COMMIT, json.dumps({name: _fingerprint(side / name) for name in (_TENSORS, _STATE)}))
         files.sync_folder(side)
         os.rename(side, target)
         files.sync_folder(folder)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # also what safetensors raises for a type that it lacks
         files.remove(side)
         raise CheckpointError(f"the checkpoint in {folder} could not be written: {_reason(error)}") from error
     for path in committed(folder)[:-_KEEP]:
@@ -71,14 +71,17 @@ def read_latest(folder: Path, *, notice: Callable[[str], None]) -> Checkpoint | 
     """The newest checkpoint that is whole; a damaged one is set aside, and said through `notice`."""
     for leftover in folder.glob(".writing-*"):
         files.remove(leftover)
-    for path in reversed(committed(folder)):
+    left = committed(folder)
+    while left:
+        path = left.pop()
         try:
             return Checkpoint(path=path, tree=read(path))
         except CorruptCheckpointError as error:
             aside = path.with_name(path.name + ".damaged")
             files.remove(aside)
             os.rename(path, aside)
-            notice(f"{error}; it was set aside as {aside.name} and the one before it is used")
+            instead = "the one before it is used" if left else "there is no other, so training begins anew"
+            notice(f"{error}; it was set aside as {aside.name}, and {instead}")
     return None
 
 
@@ -110,18 +113,27 @@ def committed(folder: Path) -> list[Path]:
 
 def write_model(path: Path, model: torch.nn.Module) -> None:
     """Write a model's weights under their plain PyTorch names; tied weights are written under each name."""
-    weights: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        copy = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that share memory; a plain strict load wants every name.
-        weights[name] = copy.clone() if copy.untyped_storage().data_ptr() in storages else copy
-        storages.add(copy.untyped_storage().data_ptr())
+    # What a module's get_extra_state gives need not be a tensor; it is in the checkpoint, and not here.
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
         with files.replacing(path) as side:
-            save_file(weights, side)
-    except (OSError, SafetensorError) as error:
+            save_file(_separate(tensors), side)
+    except Exception as error:
         raise CheckpointError(f"the model could not be written to {path}: {_reason(error)}") from error
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in memory of their own: safetensors refuses those that share it."""
+    separate: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        copy = tensor.detach().cpu().contiguous()
+        storage = copy.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() != copy.nbytes:
+            copy = copy.clone()
+        storages.add(copy.untyped_storage().data_ptr())
+        separate[name] = copy
+    return separate
 
 
 def _next_number(folder: Path) -> int:
@@ -138,4 +150,4 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+_LEFTOVER = ".tmp"
+
+
 def sync_file(path: Path) -> None:
     """Wait until a file's content is on disk."""
     with open(path, "rb") as file:
@@ -35,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to, which replaces `path` once the block ends well."""
-    side = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    side = path.with_name(f".{path.name}.{os.getpid()}{_LEFTOVER}")
     try:
         yield side
         sync_file(side)
@@ -45,12 +48,19 @@ def replacing(path: Path) -> Iterator[Path]:
         remove(side)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what `replacing` was writing in a process that was killed."""
+    for path in folder.glob(f".*{_LEFTOVER}"):
+        remove(path)
+
+
 def remove(path: Path) -> None:
     """Remove a file or folder if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def make_private_folder(path: Path) -> None:

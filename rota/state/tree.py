@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from rota.errors import CheckpointError
@@ -22,13 +23,16 @@ def flatten(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if node is None or isinstance(node, bool | str):
             return node
         if isinstance(node, torch.Tensor):
+            if node.layout is not torch.strided or node.is_quantized:
+                raise _refusal(path, f"{str(node.layout).removeprefix('torch.')} tensor")
+            node = node.detach().resolve_conj().resolve_neg()
             identity = (node.data_ptr(), node.shape, node.stride(), node.dtype, node.device)
             if node.numel() and identity in known:
                 return {_TENSOR: known[identity]}
             while path in tensors:  # the keys "a" -> "b" and "a.b" give one path
                 path += "'"
             known[identity] = path
-            tensors[path] = node.detach()
+            tensors[path] = node
             return {_TENSOR: path}
         if type(node) is int or type(node) is float:
             return node
@@ -36,21 +40,25 @@ def flatten(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             return int(node)
         if isinstance(node, float):
             return float(node)
-        if type(node).__module__ == "numpy" and getattr(node, "ndim", None) == 0:
+        if isinstance(node, np.generic | np.ndarray) and node.ndim == 0 and not isinstance(node.item(), np.generic):
             return walk(node.item(), path)
         if isinstance(node, dict):
             if all(isinstance(key, str) for key in node) and not _MARKS & node.keys():
-                return {key: walk(item, f"{path}.{key}" if path else key) for key, item in node.items()}
+                return {key: walk(item, f"{path}.{key}") for key, item in node.items()}
             return {_PAIRS: [[walk(key, path), walk(item, f"{path}.{key}")] for key, item in node.items()]}
         if isinstance(node, list | tuple):
             items = [walk(item, f"{path}.{i}") for i, item in enumerate(node)]
             return items if isinstance(node, list) else {_TUPLE: items}
-        raise CheckpointError(
-            f"{path} is a {type(node).__name__}, which a checkpoint cannot hold; keep tensors, numbers, strings, "
-            "lists, tuples and dicts in state_dict()"
-        )
+        raise _refusal(path, type(node).__name__)
 
-    return walk(tree, ""), tensors
+    return walk(tree, "state"), tensors
+
+
+def _refusal(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a {what}, which a checkpoint cannot hold; keep dense tensors, numbers, strings, lists, tuples and "
+        "dicts in state_dict()"
+    )
 
 
 def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:

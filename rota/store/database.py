@@ -53,8 +53,13 @@ def translated(path: Path) -> Iterator[None]:
     """Turn SQLite's errors into a StoreError that says what to do."""
     try:
         yield
-    except sqlite3.DatabaseError as error:
-        reason = str(error)
+    except OSError as error:
+        raise StoreError(
+            f"the journal {path} cannot be made ({error.strerror}); see that its folder is there and can be written"
+        ) from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        # A damaged name of a table makes a message that is not even text.
+        reason = "malformed" if isinstance(error, UnicodeDecodeError) else str(error)
         if "full" in reason:
             advice = "make room on the disk, then `rota resume`"
         elif "malformed" in reason or "not a database" in reason:
@@ -69,6 +74,10 @@ def translated(path: Path) -> Iterator[None]:
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
     found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if not found:
+        raise StoreError(
+            f"the journal {path} is empty or damaged; restore it from a backup, or move it away and start the run anew"
+        )
     if found != _FORMAT:
         raise StoreError(
             f"the journal {path} has format {found}, and this rota reads format {_FORMAT}; "

@@ -54,15 +54,23 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether a run has begun here."""
-        return self.journal.is_file()
+        try:
+            return self.journal.is_file()
+        except OSError:  # a name that is too long
+            return False
+
+    def active_s(self) -> float:
+        """When the journal was last written. SQLite writes beside the file first."""
+        beside = self.journal.with_name(self.journal.name + "-wal")
+        return max(path.stat().st_mtime for path in (self.journal, beside) if path.exists())
 
     def prepare(self) -> None:
         """Make the folder, for this user alone. InputError if it holds something else."""
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"{self.path} is a file; give a folder for the run")
-        if self.path.is_dir() and not self.exists() and any(p.name != LOCK_FILE for p in self.path.iterdir()):
-            raise InputError(f"{self.path} is not empty and is not a run of rota; give an empty or a new folder")
         try:
+            if self.path.exists() and not self.path.is_dir():
+                raise InputError(f"{self.path} is a file; give a folder for the run")
+            if self.path.is_dir() and not self.exists() and any(p.name != LOCK_FILE for p in self.path.iterdir()):
+                raise InputError(f"{self.path} is not empty and is not a run of rota; give an empty or a new folder")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -120,7 +128,7 @@ def list_runs(root: Path = DEFAULT_ROOT) -> list[RunFolder]:
     if not root.is_dir():
         return []
     runs = [RunFolder(path) for path in root.iterdir() if RunFolder(path).exists()]
-    return sorted(runs, key=lambda run: run.journal.stat().st_mtime)
+    return sorted(runs, key=RunFolder.active_s)
 
 
 def new_run_path(name: str, *, root: Path = DEFAULT_ROOT) -> Path:

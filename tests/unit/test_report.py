@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rota.execute.events import Event, Launched, Lost, RunBegan, RunEnded, RunResumed, Stopped
 from rota.execute.record import RunRecord
 from rota.report import svg
+from rota.report.format import duration
 from rota.report.html import render, write_report
 from rota.report.ranking import is_ranked, rank, ranking_metric
 from rota.runtime.messages import Began, Failed, Finished, Measured, Noticed
@@ -212,7 +213,7 @@ def test_times_on_the_axis_are_round(total_s: float, last: str) -> None:
     [(0, "0.0 s"), (59.96, "1 min 00 s"), (200, "3 min 20 s"), (3599.7, "1 h 00 min"), (2e5, "2 d 8 h")],
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
-    assert svg.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=8))
@@ -397,12 +398,13 @@ def test_report_is_written_from_the_journal(tmp_path: Path) -> None:
     events: list[Event] = [
         began(["a"]),
         Launched(task="a", attempt=1, device="cpu:0"),
-        Measured(task="a", attempt=1, number=1, rows=rows, latest={"train/loss": 0.2}, train_s=1.0),
+        Measured(task="a", attempt=1, number=1, rows=rows, latest={"train/loss": 0.2}, step_s=1.0),
         Failed(task="a", attempt=1, step=5, reason="no", traceback="\udc80"),
     ]
     journal = Journal(folder.journal, durable=False)
     for i, event in enumerate(events):
         journal.append(event, time_s=BEGIN_S + i)
+    journal.commit()
     journal.close()
     path = write_report(folder)
     assert path == folder.report

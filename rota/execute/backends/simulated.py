@@ -158,7 +158,7 @@ class SimulatedBackend:
                     number=run.reports,
                     rows=rows,
                     latest=rows[-1][1],
-                    train_s=plan.step_s * len(rows),
+                    step_s=plan.step_s,
                 )
             )
         if step == plan.fails_at:

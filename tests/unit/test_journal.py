@@ -1,0 +1,447 @@
+"""The journal: events in, the same events out, in order; and what is said of a file that is not one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+
+import pytest
+
+from rota.errors import InputError, StoreError
+from rota.execute.events import Launched, Lost, RunBegan, RunEnded
+from rota.execute.record import RunRecord
+from rota.runtime.messages import Began, Finished, Measured, Noticed, Saved
+from rota.store import database
+from rota.store.journal import Journal, Request, ask, read_events, read_metrics, read_summary
+
+BEGAN = RunBegan(
+    name="n",
+    source="",
+    source_digest="",
+    sweep_digest="",
+    tasks=({"name": "a", "steps": 9, "settings": {"lr": 0.1}}, {"name": "b", "steps": 9}),
+    devices=({"name": "cpu:0"},),
+)
+
+
+def measured(*rows, task="a", attempt=1, number=1, latest=None, step_s=1.0):
+    if latest is None:
+        latest = {name: value for _, metrics in rows for name, value in metrics.items()}
+    return Measured(task=task, attempt=attempt, number=number, rows=rows, latest=latest, step_s=step_s)
+
+
+EVENTS = [
+    (1.0, BEGAN),
+    (2.0, Launched(task="a", attempt=1, device="cpu:0")),
+    (3.0, Began(task="a", attempt=1, from_step=0, total_steps=9, parameters=5)),
+    (4.0, measured((1, {"train/loss": 0.5}), (2, {"train/loss": 0.25}))),
+    (5.5, Noticed(task="a", attempt=1, text="größe\n∑ '\"")),
+    (6.0, Finished(task="a", attempt=1, step=9, metrics={"train/loss": 0.125})),
+    (6.0, RunEnded(state="incomplete")),
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal.db"
+
+
+def write(path, events):
+    journal = Journal(path, durable=False)
+    for time_s, event in events:
+        journal.append(event, time_s=time_s)
+    journal.commit()
+    journal.close()
+
+
+# ---- events ----
+
+
+def test_events_are_read_as_they_were_appended(path):
+    write(path, EVENTS)
+    assert list(read_events(path)) == EVENTS
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_events_of_several_sessions_follow_each_other(path, durable):
+    for event in EVENTS:
+        journal = Journal(path, durable=durable)
+        journal.append(event[1], time_s=event[0])
+        journal.commit()
+        journal.close()
+    assert list(read_events(path)) == EVENTS
+
+
+def test_a_clock_that_goes_back_does_not_change_the_order(path):
+    events = [(5.0, BEGAN), (1.0, EVENTS[1][1]), (3.0, EVENTS[2][1])]
+    write(path, events)
+    assert list(read_events(path)) == events
+
+
+def test_more_events_than_are_fetched_at_once_are_all_read(path):
+    events = [(float(i), Noticed(task="a", attempt=1, text=str(i))) for i in range(2500)]
+    write(path, events)
+    assert list(read_events(path)) == events
+
+
+def test_events_are_seen_from_the_commit_on_while_the_writer_is_open(path):
+    journal = Journal(path, durable=False)
+    assert list(read_events(path)) == []
+    for count, (time_s, event) in enumerate(EVENTS):
+        journal.append(event, time_s=time_s)
+        assert list(read_events(path)) == EVENTS[:count]
+        journal.commit()
+        assert list(read_events(path)) == EVENTS[: count + 1]
+    journal.close()
+
+
+def test_a_reader_keeps_its_view_while_the_writer_goes_on(path):
+    journal = Journal(path, durable=False)
+    journal.append(BEGAN, time_s=1.0)
+    journal.commit()
+    reading = read_events(path)
+    assert next(reading) == (1.0, BEGAN)
+    journal.append(EVENTS[1][1], time_s=2.0)
+    journal.commit()
+    assert list(reading) == []
+    assert len(list(read_events(path))) == 2
+    journal.close()
+
+
+def test_what_was_not_committed_is_not_kept(path):
+    journal = Journal(path, durable=False)
+    journal.append(BEGAN, time_s=1.0)
+    journal.commit()
+    journal.append(EVENTS[1][1], time_s=2.0)
+    journal.close()
+    assert list(read_events(path)) == [(1.0, BEGAN)]
+    write(path, [EVENTS[2]])
+    assert list(read_events(path)) == [(1.0, BEGAN), EVENTS[2]]
+
+
+def test_committing_nothing_is_nothing(path):
+    journal = Journal(path, durable=False)
+    journal.commit()
+    journal.commit()
+    journal.close()
+    assert list(read_events(path)) == []
+
+
+@pytest.mark.parametrize("folder", ["a b", "a?b#c", "100%20", "größe", "a'b\"c", "a;b&mode=memory"])
+def test_a_journal_may_lie_in_a_folder_with_any_name(tmp_path, folder):
+    path = tmp_path / folder / "journal.db"
+    path.parent.mkdir()
+    write(path, EVENTS)
+    assert list(read_events(path)) == EVENTS
+    ask(path, verb="stop")
+    assert os.listdir(path.parent) == ["journal.db"]
+
+
+def test_the_journal_is_for_this_user_alone_also_while_it_is_open(path):
+    before = os.umask(0)
+    try:
+        journal = Journal(path, durable=False)
+        journal.append(BEGAN, time_s=1.0)
+        journal.commit()
+        modes = {one.name: stat.S_IMODE(one.stat().st_mode) for one in path.parent.iterdir()}
+        journal.close()
+    finally:
+        os.umask(before)
+    assert set(modes) >= {"journal.db", "journal.db-wal"}
+    assert set(modes.values()) == {0o600}
+
+
+def test_the_journal_is_in_wal_mode_and_waits_for_the_disk_where_asked(path):
+    connection = database.create(path, durable=True)
+    assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
+    connection.close()
+    connection = database.create(path, durable=False)
+    assert connection.execute("PRAGMA synchronous").fetchone()[0] == 1
+    connection.close()
+
+
+def test_a_file_that_was_only_just_made_is_completed(path):
+    path.touch()
+    write(path, EVENTS)
+    assert list(read_events(path)) == EVENTS
+
+
+# ---- summary ----
+
+
+def state_of(record):
+    return {
+        name: (task.state, task.step, task.saved_step, task.metrics, task.step_s, task.spans, task.notices)
+        for name, task in record.tasks.items()
+    } | {"run": (record.state, record.last_s, record.notices)}
+
+
+def both(path, events):
+    write(path, events)
+    return state_of(RunRecord.replay(read_summary(path))), state_of(RunRecord.replay(read_events(path)))
+
+
+LAUNCHED = [EVENTS[0], EVENTS[1], EVENTS[2], (2.0, Launched(task="b", attempt=1, device="cpu:1"))]
+
+
+def test_the_summary_leaves_out_all_but_the_last_metrics_of_each_task(path):
+    reports = [
+        (4.0 + i, measured((i + 1, {"train/loss": 1.0 / (i + 1)}), task=task, number=i + 1))
+        for i in range(5)
+        for task in ("a", "b")
+    ]
+    write(path, [*LAUNCHED, *reports, (20.0, Saved(task="a", attempt=1, step=5, write_s=0.1))])
+    summary = list(read_summary(path))
+    assert [event.task for _, event in summary if isinstance(event, Measured)] == ["a", "b"]
+    assert len(summary) == len(LAUNCHED) + 3
+
+
+def test_the_summary_amounts_to_the_same_state(path):
+    summary, whole = both(
+        path,
+        [
+            *LAUNCHED,
+            (4.0, measured((1, {"train/loss": 1.0}))),
+            (5.0, measured((2, {"train/loss": 0.5}), (2, {"valid/loss": 0.7}), number=2)),
+            (6.0, Saved(task="a", attempt=1, step=2, write_s=0.1)),
+            (
+                7.0,
+                measured((3, {"train/loss": 0.4}), number=3, latest={"train/loss": 0.4, "valid/loss": 0.7}, step_s=2.0),
+            ),
+            (8.0, Lost(task="a", attempt=1, device="cpu:0", reason="killed", retried=True)),
+            (9.0, measured((1, {"train/loss": 3.0}), task="b")),
+        ],
+    )
+    assert summary == whole
+
+
+def test_the_summary_keeps_the_speed_after_a_validation(path):
+    summary, whole = both(
+        path,
+        [
+            *LAUNCHED,
+            (4.0, measured((1, {"train/loss": 1.0}), step_s=3.0)),
+            (
+                5.0,
+                measured((1, {"valid/loss": 0.7}), number=2, latest={"train/loss": 1.0, "valid/loss": 0.7}, step_s=3.0),
+            ),
+        ],
+    )
+    assert summary == whole
+
+
+def test_the_summary_keeps_metrics_that_were_measured_before_a_loss(path):
+    summary, whole = both(
+        path,
+        [
+            *LAUNCHED,
+            (4.0, measured((1, {"train/loss": 1.0, "valid/loss": 0.7}))),
+            (5.0, Lost(task="a", attempt=1, device="cpu:0", reason="killed", retried=True)),
+            (6.0, Launched(task="a", attempt=2, device="cpu:0")),
+            (7.0, measured((1, {"train/loss": 1.0}), attempt=2)),
+        ],
+    )
+    assert summary == whole
+
+
+# ---- metrics ----
+
+
+def test_metrics_are_one_row_per_step_in_the_order_of_steps(path):
+    write(
+        path,
+        [
+            EVENTS[0],
+            (1.0, measured((1, {"train/loss": 1.0}), (2, {"train/loss": 0.5}), (2, {"valid/loss": 0.6}))),
+            (2.0, measured((3, {"train/loss": 0.4}), number=2)),
+            (2.5, measured((1, {"train/loss": 9.0}), task="b")),
+        ],
+    )
+    assert read_metrics(path, "a") == [
+        {"step": 1, "train/loss": 1.0},
+        {"step": 2, "train/loss": 0.5, "valid/loss": 0.6},
+        {"step": 3, "train/loss": 0.4},
+    ]
+    assert read_metrics(path, "b") == [{"step": 1, "train/loss": 9.0}]
+    assert read_metrics(path, "ghost") == []
+
+
+def test_steps_that_were_taken_again_appear_once_with_all_their_metrics(path):
+    write(
+        path,
+        [
+            (1.0, measured((1, {"train/loss": 1.0}), (2, {"train/loss": 0.5}), (2, {"valid/loss": 0.6}))),
+            (2.0, measured((3, {"train/loss": 0.4}), number=2)),
+            (3.0, measured((2, {"train/loss": 0.5}), (3, {"train/loss": 0.4}), number=2, attempt=2)),
+            (4.0, measured((4, {"train/loss": 0.3}), number=3, attempt=2)),
+        ],
+    )
+    assert read_metrics(path, "a") == [
+        {"step": 1, "train/loss": 1.0},
+        {"step": 2, "train/loss": 0.5, "valid/loss": 0.6},
+        {"step": 3, "train/loss": 0.4},
+        {"step": 4, "train/loss": 0.3},
+    ]
+
+
+# ---- requests ----
+
+
+def test_requests_arrive_once_and_in_order(path):
+    journal = Journal(path, durable=False)
+    assert journal.new_requests() == []
+    ask(path, verb="stop", task="b")
+    ask(path, verb="stop", task="a")
+    assert journal.new_requests() == [Request(verb="stop", task="b"), Request(verb="stop", task="a")]
+    assert journal.new_requests() == []
+    ask(path, verb="stop")
+    assert journal.new_requests() == [Request(verb="stop", task="")]
+    journal.close()
+
+
+def test_what_was_asked_of_an_earlier_controller_is_not_asked_of_the_next(path):
+    Journal(path, durable=False).close()
+    ask(path, verb="stop")
+    journal = Journal(path, durable=False)
+    assert journal.new_requests() == []
+    ask(path, verb="stop", task="a")
+    assert journal.new_requests() == [Request(verb="stop", task="a")]
+    journal.close()
+
+
+def test_requests_are_not_events(path):
+    write(path, EVENTS)
+    ask(path, verb="stop")
+    assert list(read_events(path)) == EVENTS
+
+
+# ---- files that are not a journal ----
+
+
+def uses(path):
+    """Everything that may be done with a run that exists."""
+    return [
+        lambda: list(read_events(path)),
+        lambda: list(read_summary(path)),
+        lambda: read_metrics(path, "a"),
+        lambda: ask(path, verb="stop"),
+        lambda: Journal(path, durable=False).close(),
+    ]
+
+
+def test_a_run_that_is_not_there_is_an_input_error_that_names_the_folder(path, refused):
+    for use in uses(path)[:-1]:
+        sentence = refused(use)
+        assert f"{path.parent} is not a run" in sentence
+        assert "rota status" in sentence
+    assert not path.exists()
+
+
+def test_a_folder_in_place_of_the_journal_is_no_run(path, refused):
+    path.mkdir()
+    for use in uses(path)[:-1]:
+        refused(use)
+    refused(uses(path)[-1], error=StoreError)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x00" * 5000, b"not a database at all" * 300, b"SQLite format 3\0" + b"\xff" * 5000]
+)
+def test_a_file_of_something_else_is_a_store_error_with_advice(path, refused, content):
+    path.write_bytes(content)
+    for use in uses(path):
+        sentence = refused(use, error=StoreError)
+        assert str(path) in sentence
+        assert "damaged" in sentence
+        assert "backup" in sentence
+    assert path.read_bytes() == content
+
+
+def test_a_file_cut_short_is_a_store_error_with_advice(path, refused):
+    write(path, EVENTS * 200)
+    os.truncate(path, path.stat().st_size // 2)
+    sentence = refused(uses(path)[0], error=StoreError)
+    assert "damaged" in sentence
+
+
+@pytest.mark.parametrize("content", [b"", b"x"])
+def test_an_empty_file_is_not_said_to_be_of_another_version(path, refused, content):
+    path.write_bytes(content)
+    assert "version" not in refused(uses(path)[0], error=StoreError)
+
+
+@pytest.mark.parametrize("found", [2, 99])
+def test_a_journal_of_another_format_is_refused_with_both_numbers(path, refused, found):
+    write(path, EVENTS)
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version={found}")
+    connection.close()
+    for use in uses(path):
+        sentence = refused(use, error=StoreError)
+        assert f"format {found}" in sentence
+        assert "format 1" in sentence
+        assert "version of rota" in sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [("Nonsense", "{}"), ("Launched", "{}"), ("Launched", "not json"), ("Launched", '{"task":1}')],
+)
+def test_an_event_that_cannot_be_understood_is_a_store_error(path, refused, kind, data):
+    write(path, EVENTS)
+    connection = sqlite3.connect(path)
+    connection.execute("INSERT INTO events (time_s, kind, data) VALUES (1.0, ?, ?)", (kind, data))
+    connection.commit()
+    connection.close()
+    sentence = refused(uses(path)[0], error=StoreError)
+    assert str(path) in sentence
+    assert kind in sentence
+
+
+def replace_byte(path, place, value):
+    raw = bytearray(path.read_bytes())
+    raw[place] = value
+    path.write_bytes(raw)
+
+
+def test_a_damaged_table_name_that_is_no_text_is_a_store_error(path, refused):
+    write(path, EVENTS)
+    replace_byte(path, path.read_bytes().index(b"CREATE TABLE requests") + 3, 0xFF)
+    refused(uses(path)[0], error=StoreError)
+
+
+def test_a_damaged_row_whose_data_is_no_text_is_a_store_error(path, refused):
+    write(path, [(1.5, Noticed(task="a", attempt=1, text="x" * 60))])
+    # A row's header: its size, then the types of seq (0), time_s (7), kind, task and data; n bytes of text are 13 + 2n.
+    kind, task = 13 + 2 * len("Noticed"), 13 + 2 * len("a")
+    place = path.read_bytes().index(bytes([0, 7, kind, task])) + 4
+    replace_byte(path, place, 1)  # a whole number of one byte; the type's second byte is left over
+    refused(uses(path)[0], error=StoreError)
+
+
+def test_a_full_disk_is_a_store_error_that_says_to_make_room(path, refused):
+    journal = Journal(path, durable=False)
+    journal._connection.execute("PRAGMA max_page_count=8")
+
+    def fill():
+        for i in range(1000):
+            journal.append(Noticed(task="a", attempt=1, text="x" * 1000), time_s=float(i))
+
+    sentence = refused(fill, error=StoreError)
+    assert "full" in sentence
+    assert "make room" in sentence
+    journal._connection.close()
+
+
+@pytest.mark.parametrize("place", ["missing/journal.db", "file/journal.db"])
+def test_a_journal_that_cannot_be_made_is_a_store_error(tmp_path, refused, place):
+    (tmp_path / "file").touch()
+    refused(Journal, tmp_path / place, error=StoreError)
+
+
+def test_an_input_error_is_not_a_store_error(path):
+    with pytest.raises(InputError) as caught:
+        list(read_events(path))
+    assert not isinstance(caught.value, StoreError)

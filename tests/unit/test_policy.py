@@ -1,0 +1,59 @@
+"""Longest first: how long a task is expected to take, and who gets which device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rota.execute.policy import Launch, LongestFirst, Waiting, waiting
+from rota.execute.record import TaskRecord
+
+
+def task_of(**changes):
+    return TaskRecord(**({"name": "a", "index": 0, "settings": {}, "facts": {}} | changes))
+
+
+def test_the_longest_tasks_get_the_free_devices():
+    queue = [Waiting(name=name, index=i, batches=9.0 - i) for i, name in enumerate("abc")]
+    assert LongestFirst().decide(queue, ["cpu:1", "cpu:3"]) == [
+        Launch(task="a", device="cpu:1"),
+        Launch(task="b", device="cpu:3"),
+    ]
+
+
+def test_each_device_gets_one_task_and_some_may_get_none():
+    queue = [Waiting(name="a", index=0, batches=1.0)]
+    assert LongestFirst().decide(queue, ["cpu:0", "cpu:1"]) == [Launch(task="a", device="cpu:0")]
+    assert LongestFirst().decide([], ["cpu:0"]) == []
+    assert LongestFirst().decide(queue, []) == []
+
+
+def test_waiting_tasks_sort_longest_first_and_then_as_listed():
+    lengths = [3.0, 7.0, 3.0, math.inf, 7.0]
+    queue = sorted((Waiting(name=str(i), index=i, batches=s) for i, s in enumerate(lengths)), key=lambda w: w.order)
+    assert [one.name for one in queue] == ["3", "1", "4", "0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches"),
+    [
+        ({"total_steps": 100}, 100.0),
+        ({"total_steps": 100, "facts": {"accumulate": 4}}, 400.0),
+        ({"total_steps": 100, "saved_step": 60}, 40.0),
+        ({"total_steps": 100, "saved_step": 60, "step_s": 0.5}, 40.0),
+        ({"total_steps": 100, "saved_step": 100}, 0.0),
+        ({"total_steps": 100, "step_s": 0.0}, 100.0),
+        ({"total_steps": None}, math.inf),
+        ({"total_steps": None, "step_s": 0.5}, math.inf),
+    ],
+)
+def test_what_is_left_of_a_task_is_what_counts(changes, batches):
+    assert waiting(task_of(**changes)).batches == batches
+
+
+def test_measured_and_unmeasured_tasks_are_compared_in_one_unit():
+    # Both take 50 ms a step; the one that has begun has measured it, and has 190 of 200 steps to go.
+    begun = task_of(name="begun", total_steps=200, saved_step=10, step_s=0.05)
+    fresh = task_of(name="fresh", index=1, total_steps=100)
+    assert min([waiting(begun), waiting(fresh)], key=lambda one: one.order).name == "begun"

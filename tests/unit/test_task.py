@@ -1,0 +1,271 @@
+"""`Task` and `Data` check themselves: every mistake is an InputError that says what, where, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from rota.task import Data, Task, is_map_style
+
+COUNTS = ["steps", "epochs", "valid_every", "checkpoint_every", "accumulate"]
+NOT_COUNTS = [0, -1, 1.0, 2.5, True, False, "3", math.nan, [1]]
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["", ".", "..", "../x", "a/../b", "/abs", "a/b", "a\\b", "a/"],
+        *[".hidden", "-rf", "_x", "=x", " a", "a ", "a b", "a\n", "a\x00b", "a\tb"],
+        *["é", "а", "a:b", "a*", "a?", "~", "$HOME", "a" * 129],
+        *[None, 7, b"a", ("a",)],
+    ],
+)
+def test_a_name_that_cannot_be_a_folder_is_refused_and_quoted(name, make_task, refused):
+    sentence = refused(make_task, name)
+    assert repr(name) in sentence
+    assert "letters, digits" in sentence
+    assert "folder" in sentence
+
+
+@pytest.mark.parametrize("name", ["a", "7", "A" * 128, "gpt-d2-lr0.001", "lr=1e-3,depth=2", "a.b_c+d@e", "a..b"])
+def test_a_name_of_letters_digits_and_safe_signs_is_kept(name, make_task):
+    assert make_task(name).name == name
+
+
+# ---- how long ----
+
+
+def test_steps_and_epochs_together_are_refused(make_task, refused):
+    sentence = refused(make_task, "gpt", steps=3, epochs=2)
+    assert "'gpt'" in sentence
+    assert "either steps or epochs" in sentence
+    assert "both" in sentence
+
+
+def test_neither_steps_nor_epochs_is_refused(make_task, refused):
+    sentence = refused(make_task, "gpt", steps=None)
+    assert "'gpt'" in sentence
+    assert "either steps or epochs" in sentence
+    assert "neither" in sentence
+
+
+def test_epochs_may_stand_instead_of_steps(make_task):
+    task = make_task(epochs=3)
+    assert (task.steps, task.epochs) == (None, 3)
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS)
+@pytest.mark.parametrize("field", COUNTS)
+def test_a_count_must_be_a_whole_number_of_at_least_one(field, value, make_task, refused):
+    changes = {field: value} | ({"steps": None} if field == "epochs" else {})
+    sentence = refused(make_task, "gpt", **changes)
+    assert "task 'gpt'" in sentence
+    assert field in sentence
+    assert repr(value) in sentence
+    assert "whole number of at least 1" in sentence
+
+
+def test_optional_counts_may_be_none(make_task):
+    task = make_task(valid_every=None, checkpoint_every=None)
+    assert (task.valid_every, task.checkpoint_every, task.accumulate) == (None, None, 1)
+
+
+def test_accumulate_none_is_refused(make_task, refused):
+    assert "accumulate" in refused(make_task, accumulate=None)
+
+
+@pytest.mark.parametrize("value", [0, -1.5, math.nan, math.inf, -math.inf, True, "1", [1.0], 1j])
+@pytest.mark.parametrize("field", ["clip_norm", "setup_timeout_s", "step_timeout_s"])
+def test_an_amount_must_be_a_positive_finite_number(field, value, make_task, refused):
+    sentence = refused(make_task, "gpt", **{field: value})
+    assert "task 'gpt'" in sentence
+    assert field in sentence
+    assert repr(value) in sentence
+    assert "positive number" in sentence
+
+
+@pytest.mark.parametrize("field", ["clip_norm", "setup_timeout_s", "step_timeout_s"])
+def test_an_amount_may_be_whole_or_fractional(field, make_task):
+    assert getattr(make_task(**{field: 3}), field) == 3
+    assert getattr(make_task(**{field: 0.25}), field) == 0.25
+
+
+def test_an_amount_beyond_floats_is_refused_like_any_other(make_task, refused):
+    assert "clip_norm" in refused(make_task, clip_norm=10**400)
+
+
+@pytest.mark.parametrize("field", ["setup_timeout_s", "step_timeout_s"])
+def test_a_timeout_of_none_is_refused(field, make_task, refused):
+    assert field in refused(make_task, **{field: None})
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, 1.0, True, "0", None])
+def test_a_seed_must_be_a_whole_number_that_numpy_takes(value, make_task, refused):
+    sentence = refused(make_task, "gpt", seed=value)
+    assert "task 'gpt'" in sentence
+    assert "seed" in sentence
+    assert repr(value) in sentence
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**32 - 1])
+def test_a_seed_that_is_accepted_seeds_every_generator(value, make_task):
+    seed = make_task(seed=value).seed
+    np.random.RandomState(seed)
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("value", ["float16", "fp32", "", None, torch.float32])
+def test_an_unknown_precision_is_refused_and_the_known_are_listed(value, make_task, refused):
+    sentence = refused(make_task, "gpt", precision=value)
+    assert "task 'gpt'" in sentence
+    assert repr(value) in sentence
+    assert "float32, float64, bfloat16" in sentence
+
+
+# ---- functions ----
+
+
+@pytest.mark.parametrize("value", [None, 3, "model", torch.zeros(1)])
+@pytest.mark.parametrize("field", ["model", "data", "optimizer", "loss"])
+def test_a_factory_must_be_a_function(field, value, make_task, refused):
+    sentence = refused(make_task, "gpt", **{field: value})
+    assert "task 'gpt'" in sentence
+    assert f"{field} must be a function, not {type(value).__name__}" in sentence
+    assert f"{field}=lambda" in sentence
+
+
+def test_a_class_is_a_factory_too(make_task):
+    assert make_task(model=torch.nn.Identity).model is torch.nn.Identity
+
+
+def test_a_schedule_that_is_not_a_function_is_refused(make_task, refused):
+    sentence = refused(make_task, "gpt", lr_schedule=0.1)
+    assert "task 'gpt'" in sentence
+    assert "lr_schedule must be a function" in sentence
+
+
+@pytest.mark.parametrize("cls", [Task, Data])
+def test_tasks_and_data_are_frozen_and_take_keywords_only(cls, make_task):
+    value = make_task() if cls is Task else Data(train=[1], batch_size=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.seed = 1
+    with pytest.raises(TypeError):
+        cls("a")
+
+
+# ---- data ----
+
+
+class Squares(Dataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS)
+@pytest.mark.parametrize("field", ["batch_size", "valid_batch_size"])
+def test_a_batch_size_must_be_a_whole_number_of_at_least_one(field, value, refused):
+    sentence = refused(Data, **({"train": [1, 2, 3], "batch_size": 2} | {field: value}))
+    assert "rota.Data" in sentence
+    assert f"{field} must be a whole number of at least 1" in sentence
+    assert repr(value) in sentence
+
+
+@pytest.mark.parametrize("empty", [[], (), torch.zeros(0, 3), Squares(0), TensorDataset(torch.zeros(0, 2))])
+@pytest.mark.parametrize("field", ["train", "valid"])
+def test_an_empty_dataset_is_refused_by_name(field, empty, refused):
+    sentence = refused(Data, **({"train": [1, 2], "batch_size": 1} | {field: empty}))
+    assert f"the {field} dataset is empty" in sentence
+    assert "at least one sample" in sentence
+
+
+@pytest.mark.parametrize("dataset", [[1, 2, 3], torch.zeros(3, 2), Squares(3)])
+def test_a_batch_larger_than_the_dataset_is_refused_with_both_numbers(dataset, refused):
+    sentence = refused(Data, train=dataset, batch_size=4)
+    assert "batch_size (4)" in sentence
+    assert "3 samples" in sentence
+    assert "at most 3" in sentence
+
+
+def test_a_batch_as_large_as_the_dataset_is_taken():
+    assert Data(train=[1, 2, 3], batch_size=3).batch_size == 3
+
+
+def test_a_validation_batch_may_be_larger_than_the_validation_data():
+    assert Data(train=[1, 2], valid=[1], batch_size=2, valid_batch_size=64).valid_batch_size == 64
+
+
+def test_a_dataset_with_an_index_needs_a_batch_size(refused):
+    sentence = refused(Data, train=[1, 2, 3])
+    assert "batch_size is missing" in sentence
+    assert "number of samples" in sentence
+
+
+def test_an_iterable_may_yield_whole_batches():
+    assert Data(train=Stream()).batch_size is None
+
+
+@pytest.mark.parametrize("value", [None, 5, object()])
+def test_what_is_neither_a_dataset_nor_an_iterable_is_refused(value, refused):
+    sentence = refused(Data, train=value, batch_size=1)
+    assert "train must be a dataset" in sentence
+    assert type(value).__name__ in sentence
+    sentence = refused(Data, train=[1], valid=5, batch_size=1)
+    assert "valid must be a dataset" in sentence
+
+
+def test_a_collate_that_is_not_a_function_is_refused(refused):
+    assert "collate must be a function, not int" in refused(Data, train=[1], batch_size=1, collate=3)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        ([1], True),
+        (torch.zeros(2), True),
+        (np.zeros(2), True),
+        (Squares(2), True),
+        (TensorDataset(torch.zeros(2)), True),
+        (Stream(), False),
+        (iter([1]), False),
+        ({1, 2}, False),
+        (DataLoader([1, 2]), False),
+    ],
+)
+def test_a_dataset_is_map_style_if_it_has_a_length_and_an_index(dataset, expected):
+    assert is_map_style(dataset) is expected
+
+
+def test_an_iterable_dataset_that_tells_its_length_is_not_map_style():
+    assert not is_map_style(SizedStream())
+
+
+def test_validation_data_with_an_index_needs_a_batch_size_too(refused):
+    sentence = refused(Data, train=Stream(), valid=[1, 2, 3])
+    assert "valid_batch_size" in sentence
