@@ -163,7 +163,7 @@ def _check_dataset(where: str, name: str, dataset: Any) -> None:
 def _set_count(holder: Any, name: str, where: str) -> None:
     """Check a count and keep it as a plain int, also if it came as one of numpy's."""
     value = getattr(holder, name)
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InputError(f"{where}: {name} must be a whole number of at least 1, not {value!r}")
     object.__setattr__(holder, name, int(value))
 

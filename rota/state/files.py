@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-
 _LEFTOVER = ".tmp"
 
 
