@@ -69,16 +69,20 @@ class Training:
         task = self.task
         with calling("reading the training data"):
             batch, _ = self.cursor.next()
+        if self.batches == 0:
+            self.optimizer.zero_grad()
         with calling("the loss function"):
-            loss, metrics = self._loss(batch)
+            outputs = self._outputs(batch)
+            loss = outputs["loss"]
             if not loss.requires_grad:
                 raise TaskError(
                     "the loss has no gradient: it does not depend on a parameter that requires one; "
                     "compute it from the model's output, with at least one parameter not frozen"
                 )
-            (loss / task.accumulate if task.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
-        for name, value in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            (loss / task.accumulate if task.accumulate > 1 else loss).backward()
+            # Numbers last: on a GPU, asking for one waits for everything before it.
+            for name, value in self._numbers(outputs).items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
         self.batches += 1
         if self.batches < task.accumulate:
             return None
@@ -90,7 +94,6 @@ class Training:
             if task.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), task.clip_norm)
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
         if self.lr_schedule is not None and not self._schedule_wants_metric():
             with calling("the lr_schedule"):
                 self.lr_schedule.step()
@@ -115,8 +118,7 @@ class Training:
                     if interrupted():
                         rng.set_state(before, self.device)
                         return None
-                    _, metrics = self._loss(batch)
-                    for name, value in metrics.items():
+                    for name, value in self._numbers(self._outputs(batch)).items():
                         sums[name] = sums.get(name, 0.0) + value * size
                     samples += size
         finally:
@@ -136,8 +138,8 @@ class Training:
     def _schedule_wants_metric(self) -> bool:
         return isinstance(self.lr_schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
-    def _loss(self, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss as a tensor, and every metric as a number; an unusable loss is an error."""
+    def _outputs(self, batch: Any) -> dict[str, Any]:
+        """What the loss function gives, with a scalar tensor as "loss"."""
         batch = self._place(batch)
         if self.task.precision == "bfloat16":
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
@@ -153,6 +155,10 @@ class Training:
             raise TaskError(
                 f"the loss must be a scalar, and has shape {tuple(loss.shape)}; end the loss function with .mean()"
             )
+        return outputs
+
+    def _numbers(self, outputs: dict[str, Any]) -> dict[str, float]:
+        """The metrics as numbers. DivergedError if the loss is not finite."""
         metrics = {name: _as_number(name, value) for name, value in outputs.items()}
         if not math.isfinite(metrics["loss"]):
             kind = "training" if self.model.training else "validation"
@@ -161,7 +167,7 @@ class Training:
                 f"the {kind} loss became {metrics['loss']} at step {at}; try a lower learning rate, or clip_norm",
                 step=at,
             )
-        return loss.reshape(()), metrics
+        return metrics
 
     def _place(self, value: Any) -> Any:
         """Move a batch to the device, and to double precision where the task asks for it."""
@@ -183,10 +189,13 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, as a tree of tensors and plain values. Nothing is copied."""
         weights = self.model.state_dict()
+        # Between steps, the next one clears what the optimizer has; gradients of other parameters stay, as they do in
+        # a plain loop, and count for clipping.
+        cleared = set() if self.batches else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         gradients = {
             name: parameter.grad
             for name, parameter in self.model.named_parameters()
-            if self.batches and parameter.grad is not None
+            if parameter.grad is not None and id(parameter) not in cleared
         }
         return {
             "model": dict(weights),
