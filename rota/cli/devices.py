@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import click
-from rich.console import Console
 
 from rota.cli.options import device_options, json_option, print_json
 from rota.cluster import local
@@ -25,4 +24,4 @@ def devices(devices: int | None, memory: str | None, kind: str | None, as_json: 
     rows = tuple(
         (one.name, format_bytes(one.memory_bytes), ",".join(map(str, one.cores)), one.label) for one in cluster.devices
     )
-    Console().print(Table(columns=("device", "memory", "cores", "what it is"), rows=rows))
+    click.echo(Table(columns=("device", "memory", "cores", "what it is"), rows=rows))

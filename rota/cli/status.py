@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 
 from rota.cli.options import json_option, print_json, run_argument
 from rota.report.summary import run_summary, status_words
@@ -23,7 +22,7 @@ def status(run: str | None, task: str | None, as_json: bool) -> None:
         print_json(run_summary(result))
     else:
         click.echo(status_words(result))
-        Console().print(result.table())
+        click.echo(result.table())
 
 
 def _show_task(result: Result, name: str, *, as_json: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rota.execute.record import TaskRecord
 
 
@@ -19,9 +21,18 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def value(number: object) -> str:
-    """A setting or a metric in few characters."""
-    return f"{number:.4g}" if isinstance(number, float) else str(number)
+def setting(value: object) -> str:
+    """A setting in few characters."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def metric(value: float | None) -> str:
+    """A metric to four digits; nothing where there is none."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
 def steps(task: TaskRecord) -> str:

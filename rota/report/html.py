@@ -14,6 +14,7 @@ from rota.execute.record import RunRecord, Span, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.report import markup, svg
 from rota.report.format import duration
+from rota.report.format import metric as format_metric
 from rota.report.ranking import TRAIN_LOSS, VALID_LOSS, is_ranked, rank, ranking_metric
 from rota.state.files import replacing
 from rota.store.journal import read_metrics, read_summary
@@ -116,7 +117,7 @@ def _lead(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     so_far = " so far" if record.state is RunState.RUNNING else ""
     return (
         f'<p class="lead">Best{so_far}: <a href="#{_anchor(best)}"><strong>{markup.text(best.name)}</strong></a> '
-        f"with a {_METRIC_NAMES[metric].lower()} of <strong>{markup.number(best.metrics[metric])}</strong> after "
+        f"with a {_METRIC_NAMES[metric].lower()} of <strong>{format_metric(best.metrics[metric])}</strong> after "
         f"{best.step:,} steps. {_model_link(best)}</p>\n"
     )
 
@@ -209,7 +210,7 @@ def _result_columns(record: RunRecord, tasks: Sequence[TaskRecord]) -> list[Colu
 
 
 def _metric_column(head: str, metric: str) -> Column:
-    return Column(head=head, cell=lambda task: markup.number(task.metrics[metric]) if metric in task.metrics else "")
+    return Column(head=head, cell=lambda task: format_metric(task.metrics[metric]) if metric in task.metrics else "")
 
 
 def _setting_column(key: str, tasks: Sequence[TaskRecord]) -> Column:
@@ -240,7 +241,7 @@ def _best(task: TaskRecord) -> str:
         return ""
     step = task.metrics.get(_BEST_STEP)
     at = "" if step is None else f" <small>({step:,.0f})</small>"
-    return f"{markup.number(task.metrics[_BEST_LOSS])}{at}"
+    return f"{format_metric(task.metrics[_BEST_LOSS])}{at}"
 
 
 def _parameters(task: TaskRecord) -> str:
@@ -291,7 +292,7 @@ def _line(task: TaskRecord, curve: Curve, *, strong: bool) -> svg.Line:
         style=task.index,
         points=curve.points,
         trend=curve.trend,
-        title=f"{task.name}: {markup.number(value)} at step {step:,.0f}",
+        title=f"{task.name}: {format_metric(value)} at step {step:,.0f}",
         broken=task.state in (TaskState.FAILED, TaskState.DIVERGED),
         strong=strong,
     )
@@ -302,7 +303,7 @@ def _key(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     entries = []
     for task in ranked:
         value = task.metrics.get(metric)
-        shown = "" if value is None else f'<span class="n">{markup.number(value)}</span>'
+        shown = "" if value is None else f'<span class="n">{format_metric(value)}</span>'
         look = svg.style_classes(task.index)
         entries.append(
             f'<li><a class="key {look}" href="#{_anchor(task)}">{svg.swatch(task.index)}'
@@ -432,7 +433,7 @@ def _task(task: TaskRecord, record: RunRecord) -> str:
 
 
 def _result(task: TaskRecord, record: RunRecord) -> list[tuple[str, str]]:
-    pairs = [(name, markup.number(value)) for name, value in sorted(task.metrics.items()) if name != _BEST_STEP]
+    pairs = [(name, format_metric(value)) for name, value in sorted(task.metrics.items()) if name != _BEST_STEP]
     if _BEST_STEP in task.metrics:
         pairs.append((_BEST_STEP, f"{task.metrics[_BEST_STEP]:,.0f}"))
     pairs.append(("steps", _steps(task)))

@@ -15,7 +15,7 @@ from rota.execute.controller import Observer
 from rota.execute.events import Event, Launched, Lost, Stopped
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import TaskState
-from rota.report.format import duration, steps, value
+from rota.report.format import duration, metric, steps
 from rota.runtime.messages import Began, Failed, Finished, Noticed
 
 _LINES_EVERY_S = 10.0
@@ -131,8 +131,8 @@ def _row(task: TaskRecord) -> list[Text]:
         task.state.value,
         task.device,
         steps(task),
-        value(task.metrics.get("train/loss", "")),
-        value(task.metrics.get("valid/loss", "")),
+        metric(task.metrics.get("train/loss")),
+        metric(task.metrics.get("valid/loss")),
         speed,
         duration(left_s) if running and left_s is not None else "",
     ]
@@ -195,7 +195,7 @@ def _progress_words(task: TaskRecord) -> str:
     words = [f"step {steps(task)}"]
     for name in ("train/loss", "valid/loss"):
         if name in task.metrics:
-            words.append(f"{name} {value(task.metrics[name])}")
+            words.append(f"{name} {metric(task.metrics[name])}")
     if task.step_s:
         words.append(f"{1 / task.step_s:.3g} steps/s")
     if task.state is TaskState.RUNNING and (left_s := _left_s(task)):

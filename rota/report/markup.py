@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -50,13 +49,6 @@ def moment(time_s: float) -> str:
 def step_time(step_s: float) -> str:
     """How long a step takes."""
     return f"{1000 * step_s:.3g} ms" if step_s < 1 else duration(step_s)
-
-
-def number(value: float) -> str:
-    """A metric, to four digits."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
 def count(amount: int) -> str:

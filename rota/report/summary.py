@@ -6,7 +6,8 @@ from typing import Any
 
 from rota.errors import InputError
 from rota.execute.states import RunState
-from rota.report.format import duration, value
+from rota.report.format import duration
+from rota.report.format import metric as format_metric
 from rota.report.ranking import ranking_metric
 from rota.result import Result
 
@@ -60,7 +61,7 @@ def summary_words(result: Result) -> str:
     metric = ranking_metric(result.record)
     try:
         best = result.best(metric)
-        lines.append(f"best model  {best.model_path}  ({metric} {value(best.metrics[metric])})")
+        lines.append(f"best model  {best.model_path}  ({metric} {format_metric(best.metrics[metric])})")
     except InputError:
         pass  # no task finished
     lines.append(f"report      {result.report_path}")

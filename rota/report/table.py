@@ -12,7 +12,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rota.execute.record import RunRecord
-from rota.report.format import duration, steps, value
+from rota.report.format import duration, setting, steps
+from rota.report.format import metric as format_metric
 from rota.report.ranking import TRAIN_LOSS, is_ranked, rank, ranking_metric
 
 _TEXT_WIDTH = 160
@@ -61,8 +62,8 @@ def ranking_table(record: RunRecord) -> Table:
             (
                 str(place) if is_ranked(task, metric) else "",
                 task.name,
-                *(value(task.settings.get(name, "")) for name in settings),
-                *(value(task.metrics.get(name, "")) for name in names),
+                *(setting(task.settings.get(name, "")) for name in settings),
+                *(format_metric(task.metrics.get(name)) for name in names),
                 steps(task),
                 duration(task.busy_s(now_s=record.last_s)),
                 task.state.value,
@@ -72,4 +73,4 @@ def ranking_table(record: RunRecord) -> Table:
 
 
 def _looks_numeric(cell: str) -> bool:
-    return not cell or cell[0].isdigit() or cell[0] in "-+." or cell in ("nan", "inf")
+    return not cell or cell[0].isdigit() or cell[0] in "-+." or cell in ("NaN", "∞", "−∞")
