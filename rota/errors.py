@@ -9,6 +9,7 @@
     ├── StoreError               the journal cannot be read or written
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
     │   └── CorruptCheckpointError   its files are truncated or altered
+    ├── CaptureError             a model cannot be turned into a graph
     ├── MessageError             a message between processes cannot be understood
     └── TaskError                a task cannot go on; carries what the user should read
         └── DivergedError        its loss became NaN or infinite
@@ -45,6 +46,10 @@ class CheckpointError(RotaError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint's files are not what was committed."""
+
+
+class CaptureError(RotaError):
+    """A model's code cannot be turned into a graph."""
 
 
 class MessageError(RotaError):

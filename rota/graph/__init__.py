@@ -1,0 +1,1 @@
+"""What one model computes on one device: ops and tensors, captured once."""

@@ -1,0 +1,148 @@
+"""Turns an nn.Module, a loss function and an example batch into a Graph, by torch.export."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from rota.errors import CaptureError
+from rota.graph.functional import Builder
+from rota.graph.graph import Graph, Ref, Role, Tensor
+
+_PREFIX = "model."
+
+Loss = Callable[[torch.nn.Module, Any], Any]
+
+
+def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
+    """The graph of one training or validation step, in the mode that the model is in.
+
+    The model may be on the meta device: nothing is computed. A model whose code branches on values in train mode is
+    captured in eval mode, with its dropout turned on afterwards; `Graph.notes` says so.
+    """
+    try:
+        return _build(_export(model, batch, loss), model, notes=())
+    except CaptureError:
+        if not model.training:
+            raise
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        exported = _export(model, batch, loss)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    _train_dropout(exported)
+    note = (
+        "the model branches on values in train mode, so it was captured in eval mode with its dropout turned on; "
+        "layer drop and dropout inside of attention are left out"
+    )
+    return _build(exported, model, notes=(note,))
+
+
+class _Step(torch.nn.Module):
+    """What is exported: the model and its loss, as a function of the batch."""
+
+    def __init__(self, model: torch.nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, batch: Any) -> dict[str, Any]:
+        result = self._loss(self.model, batch)
+        return result if isinstance(result, dict) else {"loss": result}
+
+
+def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.ExportedProgram:
+    step = _Step(model, loss)
+    step.training = model.training
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(step, (batch,), strict=False)
+    except Exception as error:  # whatever the model's code or torch.export raises
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise CaptureError(
+            f"the model cannot be captured: {lines[0]}; it can still be trained by the strategies that take a module "
+            "as it is"
+        ) from error
+
+
+def _train_dropout(exported: torch.export.ExportedProgram) -> None:
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target == torch.ops.aten.dropout.default:
+                    node.args = (node.args[0], node.args[1], True)
+
+
+def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, notes: tuple[str, ...]) -> Graph:
+    aliases = dict(_tied(model))
+    builder = Builder()
+    inputs: list[str] = []
+    constants: dict[str, torch.Tensor] = {}
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):  # a number or a string of the batch, already part of the ops
+            continue
+        target = (spec.target or "").removeprefix(_PREFIX)
+        if spec.kind is InputKind.USER_INPUT:
+            name, role = node.name, Role.INPUT
+            inputs.append(name)
+        elif spec.kind is InputKind.PARAMETER:
+            name, role = aliases.get(target, target), Role.PARAMETER
+        elif spec.kind is InputKind.BUFFER:
+            name, role = aliases.get(target, target), Role.BUFFER
+        else:
+            name, role = f"constant.{node.name}", Role.CONSTANT
+            constants[name] = exported.constants[spec.target or ""]
+        trained = role is Role.PARAMETER and model.get_parameter(target).requires_grad
+        builder.declare(node, _tensor(name, value, role, requires_grad=trained))
+    builder.run(exported.graph_module)
+    return Graph(
+        tensors=builder.tensors,
+        ops=tuple(builder.ops),
+        inputs=tuple(inputs),
+        outputs=_outputs(exported, builder),
+        aliases=aliases,
+        updates=builder.updates(),
+        constants=constants,
+        notes=notes,
+    )
+
+
+def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> dict[str, str]:
+    (result,) = (node for node in exported.graph.nodes if node.op == "output")
+    names = pytree.tree_unflatten(
+        [builder.value(one) if isinstance(one, torch.fx.Node) else None for one in result.args[0]],
+        exported.call_spec.out_spec,
+    )
+    outputs = {name: ref.name for name, ref in names.items() if isinstance(ref, Ref)}
+    if "loss" not in outputs or builder.tensors[outputs["loss"]].shape not in ((), (1,)):
+        raise CaptureError("the loss function must return a scalar tensor, or a dict with one as 'loss'")
+    return outputs
+
+
+def _tied(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Each other name of a tied parameter or buffer, and its first name."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if first.setdefault(id(tensor), name) != name:
+            yield name, first[id(tensor)]
+
+
+def _tensor(name: str, value: torch.Tensor, role: Role, *, requires_grad: bool) -> Tensor:
+    return Tensor(
+        name=name,
+        shape=tuple(int(size) for size in value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        role=role,
+        requires_grad=requires_grad,
+    )

@@ -1,0 +1,302 @@
+"""Rewrites an exported FX graph into ops that change nothing they read; in-place ops and no_grad are resolved."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from rota.errors import CaptureError
+from rota.graph.graph import Op, Ref, Role, Tensor, refs
+
+# They check or copy what cannot change.
+_DROPPED = {"_assert_tensor_metadata", "sym_constrain_range_for_size", "_assert_scalar"}
+_SAME = {"lift_fresh_copy", "lift_fresh", "detach_", "alias"}
+
+# Views through which a tensor may be written: the op that puts the written part back.
+_SCATTERS = {"slice": "aten.slice_scatter.default", "select": "aten.select_scatter.default"}
+_VIEWS = {
+    *_SCATTERS,
+    *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand"),
+    *("split", "chunk", "unbind", "narrow", "expand_as", "view_as", "diagonal", "as_strided"),
+}
+_NO_GRADIENT = {"detach"}
+
+
+@dataclass
+class _View:
+    """A node that shows a part of another."""
+
+    base: Node
+    kind: str
+    arguments: tuple[Any, ...]
+    version: int
+    """Of the base, when the view was made."""
+
+
+@dataclass
+class _Mode:
+    """The regions that the current ops are in."""
+
+    with_grad: bool = True
+    autocast: str = ""
+
+
+class Builder:
+    """Walks an FX graph in order and collects tensors and ops; a tensor never changes, a node's tensor may."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.ops: list[Op] = []
+        self._values: dict[Node, Any] = {}
+        """node -> Ref, a tuple of them, or a plain value"""
+        self._views: dict[Node, _View] = {}
+        self._versions: dict[Node, int] = {}
+        self._written: dict[str, str] = {}
+        self._sources: dict[Node, Tensor] = {}
+        self._names: dict[str, int] = {}
+        self._mode = _Mode()
+
+    def declare(self, node: Node, tensor: Tensor) -> None:
+        """A placeholder stands for this tensor; tied parameters have one tensor and several placeholders."""
+        self.tensors.setdefault(tensor.name, tensor)
+        self._values[node] = Ref(name=tensor.name)
+        self._sources[node] = tensor
+
+    def run(self, module: GraphModule) -> Any:
+        """Take in every node; the references that the graph returns."""
+        result: Any = None
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "get_attr":
+                self._values[node] = getattr(module, str(node.target))
+            elif node.op == "output":
+                result = self._resolve(node.args[0])
+        return result
+
+    def value(self, node: Node) -> Any:
+        """What a node stands for now."""
+        view = self._views.get(node)
+        if view is not None and self._versions.get(self._root(view.base), 0) != view.version:
+            raise CaptureError(
+                f"the model cannot be captured: it writes into a tensor and then reads an older view of it ({node}); "
+                "write the result into a new tensor instead"
+            )
+        return self._values[node]
+
+    def updates(self) -> dict[str, str]:
+        """buffer -> the tensor that holds its value afterwards."""
+        return dict(self._written)
+
+    # ---- calls ----
+
+    def _call(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, Node)
+            self._values[node] = self.value(source)[index]
+            if source in self._views:
+                self._views[node] = self._views[source]
+            return
+        name = getattr(node.target, "__name__", str(node.target))
+        if name.startswith("wrap_with_set_grad_enabled"):
+            enabled, inner, *arguments = node.args
+            self._inline(node, inner, arguments, _Mode(with_grad=bool(enabled), autocast=self._mode.autocast))
+        elif name.startswith("wrap_with_autocast"):
+            _, dtype, enabled, _, inner, *arguments = node.args
+            kind = str(dtype).removeprefix("torch.") if enabled else ""
+            self._inline(node, inner, arguments, _Mode(with_grad=self._mode.with_grad, autocast=kind))
+        elif isinstance(node.target, torch._ops.OpOverload):
+            self._aten(node, node.target)
+        else:
+            raise CaptureError(f"the model cannot be captured: it calls {name}, which is not an op of PyTorch")
+
+    def _inline(self, node: Node, inner: Any, arguments: list[Any], mode: _Mode) -> None:
+        module = self._values[inner]
+        places = [one for one in module.graph.nodes if one.op == "placeholder"]
+        for place, argument in zip(places, arguments, strict=True):
+            self._values[place] = self._resolve(argument)
+        before, self._mode = self._mode, mode
+        result = self.run(module)
+        self._mode = before
+        self._values[node] = result
+
+    def _aten(self, node: Node, target: torch._ops.OpOverload) -> None:
+        kind = target._schema.name.removeprefix("aten::")
+        if kind in _DROPPED:
+            return
+        if kind in _SAME:
+            self._values[node] = self._resolve(node.args[0])
+            return
+        if kind.startswith("__"):  # the operators, such as __and__
+            kind = kind.strip("_")
+        if kind.endswith("_"):
+            self._write(node, target, kind)
+            return
+        self._values[node] = self._emit(node, str(target), kind)
+        if kind in _VIEWS and isinstance(node.args[0], Node):
+            base = node.args[0]
+            version = self._versions.get(self._root(base), 0)
+            self._views[node] = _View(base=base, kind=kind, arguments=node.args[1:], version=version)
+
+    def _write(self, node: Node, target: torch._ops.OpOverload, kind: str) -> None:
+        """An in-place op becomes one that makes a new tensor, which stands for the old one from here on."""
+        written = node.args[0]
+        assert isinstance(written, Node)
+        if kind == "copy_":
+            new = self._copied(node)
+        else:
+            new = self._emit(node, f"aten.{kind[:-1]}.{target._overloadname}", kind[:-1])
+        self._values[node] = new
+        self._replace(written, new, node)
+        self._views[node] = _View(
+            base=written, kind="same", arguments=(), version=self._versions.get(self._root(written), 0)
+        )
+
+    def _copied(self, node: Node) -> Any:
+        """What is copied, in the shape and type of what it is copied into (aten.copy cannot be differentiated)."""
+        source, into = self._resolve(node.args[1]), self.tensors[self._resolve(node.args[0]).name]
+        found = self.tensors[source.name]
+        if found.dtype != into.dtype:
+            dtype = getattr(torch, into.dtype)
+            source = self._emit(node, "aten.to.dtype", "to", args=(source, dtype), like=_first(node))
+        if found.shape != into.shape:
+            shape = list(into.shape)
+            source = self._emit(node, "aten.expand.default", "expand", args=(source, shape), like=_first(node))
+        return source
+
+    def _replace(self, written: Node, new: Any, at: Node) -> None:
+        view = self._views.get(written)
+        if view is None or view.kind == "same":
+            base = written if view is None else view.base
+            self._values[written] = new
+            if view is not None:
+                self._replace(base, new, at)
+                view.version = self._versions.get(self._root(base), 0)
+                return
+            self._versions[written] = self._versions.get(written, 0) + 1
+            source = self._sources.get(written)
+            if source is not None:
+                self._note_source(source, new)
+            return
+        if view.kind not in _SCATTERS:
+            raise CaptureError(
+                f"the model cannot be captured: {at.target} writes through a {view.kind} into another tensor; "
+                "write the result into a new tensor instead"
+            )
+        base_value = self.value(view.base)
+        args = (base_value, new, *view.arguments)
+        put_back = self._emit(at, _SCATTERS[view.kind], f"{view.kind}_scatter", args=args, like=view.base)
+        self._values[written] = new
+        self._replace(view.base, put_back, at)
+        view.version = self._versions.get(self._root(view.base), 0)
+
+    def _note_source(self, source: Tensor, new: Any) -> None:
+        if source.role is not Role.BUFFER:
+            raise CaptureError(f"the model cannot be captured: it writes into its {source.role} {source.name}")
+        self._written[source.name] = new.name
+
+    def _root(self, node: Node) -> Node:
+        while node in self._views:
+            node = self._views[node].base
+        return node
+
+    # ---- ops ----
+
+    def _emit(
+        self,
+        node: Node,
+        target: str,
+        kind: str,
+        *,
+        args: tuple[Any, ...] | None = None,
+        like: Node | None = None,
+    ) -> Any:
+        args = tuple(self._resolve(one) for one in node.args) if args is None else args
+        kwargs = {name: self._resolve(one) for name, one in node.kwargs.items()} if like is None else {}
+        module = _module_of(node)
+        name = self._unique(f"{module}.{kind}" if module else kind)
+        inputs = tuple(dict.fromkeys(refs([*args, *kwargs.values()])))
+        results = (like or node).meta["val"]
+        several = isinstance(results, tuple | list)
+        made = [
+            self._declare_result(f"{name}.{i}" if several else name, value, kind, inputs)
+            for i, value in enumerate(results if several else [results])
+        ]
+        self.ops.append(
+            Op(
+                name=name,
+                kind=kind,
+                target=target,
+                args=args,
+                kwargs=kwargs,
+                inputs=inputs,
+                outputs=tuple(made),
+                writes=self._side_effects(kind, args),
+                module=module,
+                with_grad=self._mode.with_grad,
+                autocast=self._mode.autocast,
+            )
+        )
+        values = [Ref(name=one) if one is not None else None for one in made]
+        return tuple(values) if several else values[0]
+
+    def _declare_result(self, name: str, value: Any, kind: str, inputs: tuple[str, ...]) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+        wanted = any(self.tensors[one].requires_grad for one in inputs) and kind not in _NO_GRADIENT
+        self.tensors[name] = Tensor(
+            name=name,
+            shape=tuple(int(size) for size in value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            role=Role.ACTIVATION,
+            requires_grad=differentiable and wanted and self._mode.with_grad,
+        )
+        return name
+
+    def _side_effects(self, kind: str, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """batch_norm in training updates its running statistics, which are its fourth and fifth argument."""
+        if kind != "batch_norm" or not args[5]:
+            return ()
+        return tuple(one.name for one in args[3:5] if isinstance(one, Ref))
+
+    def _resolve(self, argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return self.value(argument)
+        if isinstance(argument, list | tuple):
+            return type(argument)(self._resolve(item) for item in argument)
+        if isinstance(argument, slice):
+            raise CaptureError("the model cannot be captured: an op has a slice for an argument")
+        return argument
+
+    def _unique(self, name: str) -> str:
+        count = self._names.get(name, 0)
+        self._names[name] = count + 1
+        return name if count == 0 else f"{name}_{count}"
+
+
+def _first(node: Node) -> Node:
+    first = node.args[0]
+    assert isinstance(first, Node)
+    return first
+
+
+def _module_of(node: Node) -> str:
+    """The path of the innermost module that the op belongs to."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("model").removeprefix(".")
+
+
+def overload(target: str) -> Callable[..., Any]:
+    """The function of an op's target, such as aten.add.Tensor."""
+    function: Any = torch.ops
+    for part in target.split("."):
+        function = getattr(function, part)
+    return function  # type: ignore[no-any-return]
