@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from rota.errors import InputError, StoreError
+from rota.state import files
 
 FILE = "journal.db"
 _FORMAT = 1
@@ -21,18 +22,26 @@ def create(path: Path, *, durable: bool) -> sqlite3.Connection:
 
     `durable` waits for the disk at each commit: what was committed survives a power cut, not just a killed process.
     """
-    fresh = not path.exists()
     with translated(path):
-        if fresh:
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        if not path.exists():
+            _make(path)
         connection = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1000)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        if fresh or not connection.execute("PRAGMA user_version").fetchone()[0]:
-            connection.executescript(resources.files("rota.store").joinpath("schema.sql").read_text())
-            connection.execute(f"PRAGMA user_version={_FORMAT}")
         _check(connection, path)
         return connection
+
+
+def _make(path: Path) -> None:
+    """Make an empty journal beside its place and move it there whole: a kill must not leave one without tables."""
+    with files.replacing(path) as side:
+        os.close(os.open(side, os.O_CREAT | os.O_WRONLY, 0o600))
+        connection = sqlite3.connect(side, isolation_level=None)
+        try:
+            connection.executescript(resources.files("rota.store").joinpath("schema.sql").read_text())
+            connection.execute(f"PRAGMA user_version={_FORMAT}")
+        finally:
+            connection.close()
 
 
 def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:

@@ -69,7 +69,7 @@ class RunFolder:
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise InputError(f"{self.path} is a file; give a folder for the run")
-            if self.path.is_dir() and not self.exists() and any(p.name != LOCK_FILE for p in self.path.iterdir()):
+            if self.path.is_dir() and not self.exists() and any(map(_is_foreign, self.path.iterdir())):
                 raise InputError(f"{self.path} is not empty and is not a run of rota; give an empty or a new folder")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -138,6 +138,11 @@ def new_run_path(name: str, *, root: Path = DEFAULT_ROOT) -> Path:
     while path.exists():
         path, number = root / f"{base}-{number}", number + 1
     return path
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether something in a folder without a journal is not what a killed start of a run leaves."""
+    return path.name != LOCK_FILE and not path.name.startswith(f".{JOURNAL_FILE}")
 
 
 def try_lock(handle: int) -> bool:

@@ -12,8 +12,10 @@ from rota.errors import InputError, StoreError
 from rota.execute.events import Launched, Lost, RunBegan, RunEnded
 from rota.execute.record import RunRecord
 from rota.runtime.messages import Began, Finished, Measured, Noticed, Saved
+from rota.state import files
 from rota.store import database
 from rota.store.journal import Journal, Request, ask, read_events, read_metrics, read_summary
+from rota.store.run_folder import RunFolder
 
 BEGAN = RunBegan(
     name="n",
@@ -445,3 +447,24 @@ def test_an_input_error_is_not_a_store_error(path):
     with pytest.raises(InputError) as caught:
         list(read_events(path))
     assert not isinstance(caught.value, StoreError)
+
+
+def test_a_kill_while_the_journal_is_made_leaves_none_and_the_run_can_begin(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments):
+        raise Killed
+
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(files, "remove", lambda path: None)
+    with pytest.raises(Killed):
+        Journal(folder.journal)
+    monkeypatch.undo()
+    assert list(folder.path.iterdir())
+    assert not folder.exists()
+    folder.prepare()
+    Journal(folder.journal).close()
+    assert folder.exists()
