@@ -164,12 +164,6 @@ def test_the_journal_is_in_wal_mode_and_waits_for_the_disk_where_asked(path):
     connection.close()
 
 
-def test_a_file_that_was_only_just_made_is_completed(path):
-    path.touch()
-    write(path, EVENTS)
-    assert list(read_events(path)) == EVENTS
-
-
 # ---- summary ----
 
 
