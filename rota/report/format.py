@@ -6,6 +6,8 @@ import math
 
 from rota.execute.record import TaskRecord
 
+_MAX_CELL = 40
+
 
 def duration(seconds: float) -> str:
     """A length of time for people: 4.2 s, 3 min 20 s, 1 h 05 min, 2 d 3 h."""
@@ -23,7 +25,12 @@ def duration(seconds: float) -> str:
 
 def setting(value: object) -> str:
     """A setting in few characters."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return shorten(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def shorten(text: str) -> str:
+    """What fits a cell of a table."""
+    return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 1]}…"
 
 
 def metric(value: float | None) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rota.execute.record import RunRecord, Span, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.report import markup, svg
-from rota.report.format import duration
+from rota.report.format import duration, shorten
 from rota.report.format import metric as format_metric
 from rota.report.ranking import TRAIN_LOSS, VALID_LOSS, is_ranked, rank, ranking_metric
 from rota.state.files import replacing
@@ -172,9 +172,7 @@ def _ranking_section(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
     rows = [_row(task, columns, place if is_ranked(task, metric) else None) for place, task in enumerate(ranked, 1)]
     caption = f"By {_METRIC_NAMES[metric].lower()}, lowest first."
     if common:
-        caption += (
-            f" The same for all: {', '.join(f'{key} = {markup.shorten(value)}' for key, value in common.items())}."
-        )
+        caption += f" The same for all: {', '.join(f'{key} = {shorten(value)}' for key, value in common.items())}."
     return (
         f'<section>\n<h2>Ranking</h2>\n<p class="note">{markup.text(caption)}</p>\n'
         '<div class="scroll" tabindex="0" role="region" aria-label="Ranking of the tasks">\n<table>\n'
@@ -216,7 +214,7 @@ def _metric_column(head: str, metric: str) -> Column:
 def _setting_column(key: str, tasks: Sequence[TaskRecord]) -> Column:
     def cell(task: TaskRecord) -> str:
         text = markup.setting(task.settings[key]) if key in task.settings else ""
-        short = markup.shorten(text)
+        short = shorten(text)
         return markup.text(text) if short == text else f'<span title="{markup.text(text)}">{markup.text(short)}</span>'
 
     values = [task.settings[key] for task in tasks if key in task.settings]

@@ -11,7 +11,6 @@ from typing import Any
 
 from rota.report.format import duration
 
-_MAX_CELL = 40
 # A virtual clock starts at zero, and its times are no dates.
 _FIRST_DATE_S = 1e8
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -66,8 +65,3 @@ def setting(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def shorten(long: str) -> str:
-    """What fits a cell of a table."""
-    return long if len(long) <= _MAX_CELL else f"{long[: _MAX_CELL - 1]}…"

@@ -29,9 +29,10 @@ class Training:
         watch = watch or (lambda what: contextlib.nullcontext())
         rng.seed_all(task.seed)
         self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
-        if task.precision == "float64":
-            self.model.double()
-        self.model.to(device)
+        with calling("moving the model to its device"):
+            if task.precision == "float64":
+                self.model.double()
+            self.model.to(device)
         self.model.train()
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
         self.optimizer: torch.optim.Optimizer = _made_by(

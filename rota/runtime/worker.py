@@ -1,6 +1,6 @@
 """The worker process of one device: started once, it trains task after task until its controller is gone.
 
-Run by the local backend as ``python -m rota.runtime.worker``; the main thread trains, one thread listens to the
+Started by the local backend; the main thread trains, one thread listens to the
 controller, and one tells it every second that the process is alive and what it is doing.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import queue
@@ -75,6 +76,8 @@ class Worker:
         # The first optimizer imports this, which takes as long as torch itself; do it while waiting for a task.
         import torch._dynamo  # noqa: F401
 
+        # What is imported stays; without this, collecting the garbage of each task would look through all of it.
+        gc.freeze()
         while True:
             command, payload = self._commands.get()
             if isinstance(command, Shutdown):
@@ -290,7 +293,3 @@ def main() -> None:
     if settings.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, settings.cores)
     Worker(settings).main()
-
-
-if __name__ == "__main__":
-    main()

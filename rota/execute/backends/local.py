@@ -34,6 +34,7 @@ _IDLE_S = 2.0
 _IDLE_CPU_S = 0.05
 _GOODBYE_S = 1.0
 _OUTPUT_TAIL_BYTES = 2000
+_START = "from rota.runtime.worker import main; main()"
 
 
 class LocalBackend:
@@ -233,7 +234,10 @@ class _WorkerProcess:
         return f"its worker exited with code {code}" + (f": {lines[-1]}" if lines else "")
 
     def end(self) -> None:
-        """Kill it if it lives, and release what belonged to it."""
+        """Kill it and what it started, if it lives, and release what belonged to it."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
         self.process.kill()
         self.process.wait()
         self.socket.close()
@@ -256,7 +260,7 @@ def _spawn(device: Device, theirs: socket.socket, output: IO[bytes]) -> subproce
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
     # -P: the current folder is only importable if it is for the controller too.
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "rota.runtime.worker", json.dumps(dataclasses.asdict(settings))],
+        [sys.executable, "-P", "-c", _START, json.dumps(dataclasses.asdict(settings))],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=output,
