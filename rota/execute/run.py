@@ -99,13 +99,14 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
     """Run the sweep that `load` gives. Workers start first: they import torch while the sweep is read."""
     cluster = options.cluster or local()
     with contextlib.ExitStack() as stack:
-        if options.out is not None and RunFolder(options.out).exists():
+        held = options.out is not None and RunFolder(options.out).exists()
+        if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
         backend = stack.enter_context(contextlib.closing(LocalBackend(cluster)))
         backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
         source = load()
         folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
-        if not folder.exists():
+        if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
             stack.enter_context(folder.held())
         record = _begin_or_resume(folder, source, cluster, options)

@@ -151,6 +151,15 @@ def test_a_second_controller_is_refused(cli, sweep_file, tmp_path):
     assert f"being run by process {process.pid}" in second.stderr
 
 
+def test_of_two_that_begin_the_same_run_at_once_one_is_refused(cli, sweep_file, tmp_path):
+    file = sweep_file(steps=150)
+    both = [cli.start("run", file, "--out", "run") for _ in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1], errors
+    assert sum("being run by process" in error for error in errors) == 1
+    assert_same(tmp_path / "run", trained_plainly(file))
+
+
 def test_a_stopped_worker_is_noticed_within_ten_seconds_and_replaced(cli, sweep_file, tmp_path):
     file = sweep_file(steps=50, save_every=1)
     run = tmp_path / "run"
