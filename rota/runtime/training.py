@@ -33,7 +33,7 @@ class Training:
             if task.precision == "float64":
                 self.model.double()
             self.model.to(device)
-        self.model.train()
+            self.model.train()
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
         self.optimizer: torch.optim.Optimizer = _made_by(
             "the optimizer factory", watch, lambda: task.optimizer(self.model), torch.optim.Optimizer

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-import cloudpickle
 import psutil
 
 from rota.cluster.device import Cluster, Device
 from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
+from rota.execute.backends.pickling import pickle_task
 from rota.runtime import channel
 from rota.runtime.messages import Beat, Halt, Measured, Ready, Shutdown, Stored, Train
 from rota.runtime.worker import WorkerSettings
@@ -58,7 +58,7 @@ class LocalBackend:
     def launch(self, device: str, task: Task, *, attempt: int, folder: Path) -> None:
         """Send the task to the device's worker, starting one if there is none."""
         try:
-            payload = cloudpickle.dumps(task)
+            payload = pickle_task(task)
         except Exception as error:  # whatever the user's objects raise
             raise TaskError(
                 f"task {task.name!r} cannot be sent to its worker ({type(error).__name__}: {error}); create locks, "
