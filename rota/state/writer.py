@@ -50,8 +50,13 @@ class CheckpointWriter:
         skeleton, tensors = flatten(tree)
         self._buffers = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         self.copy_s = time.perf_counter() - started_s
-        self._thread = threading.Thread(target=self._write, args=(skeleton, step), name="rota-checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(skeleton, step), name="rota-checkpoint", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no memory is left for the stack of a thread; the checkpoint matters more than the wait
+            self._write(skeleton, step)
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Wait until nothing is being written."""

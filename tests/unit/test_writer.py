@@ -175,3 +175,16 @@ def test_the_writing_thread_does_not_keep_the_process_alive(folder, gate):
     assert thread.daemon
     gate.set()
     writer.wait()
+
+
+def test_a_checkpoint_is_written_even_if_no_thread_can_be_started(folder, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writer = CheckpointWriter(folder, done=lambda written: None)
+    writer.submit({"step": 1, "w": torch.ones(2)}, step=1)
+    writer.wait()
+    writer.submit({"step": 2, "w": torch.ones(2)}, step=2)
+    assert writer.last is not None and writer.last.error is None
+    assert latest(folder)["step"] == 2
