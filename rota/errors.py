@@ -10,6 +10,15 @@
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
     │   └── CorruptCheckpointError   its files are truncated or altered
     ├── CaptureError             a model cannot be turned into a graph
+    ├── PlanError                a plan cannot be turned into programs: what is needed is nowhere produced
+    ├── PlanError                a plan cannot be made, compiled or run
+    │   ├── RuleError            the rule of an op is wrong, or does not fit it
+    │   ├── CutError             an op cannot be cut in this way
+    │   ├── PlacementError       an op has no device, or one that is not there
+    │   ├── CoverError           the parts that are there do not make up what is needed
+    │   ├── CycleError           the order that was asked for contradicts itself or the data flow
+    │   ├── FitError             a device has too little memory for what the plan puts on it
+    │   └── ProgramError         a compiled program is wrong: a defect of rota, or a program that was altered
     ├── MessageError             a message between processes cannot be understood
     └── TaskError                a task cannot go on; carries what the user should read
         └── DivergedError        its loss became NaN or infinite
@@ -50,6 +59,42 @@ class CorruptCheckpointError(CheckpointError):
 
 class CaptureError(RotaError):
     """A model's code cannot be turned into a graph."""
+
+
+class PlanError(RotaError):
+    """A plan needs what none of its parts produces."""
+
+
+class PlanError(RotaError):
+    """A plan cannot be made, compiled or run."""
+
+
+class RuleError(PlanError):
+    """The rule of an op is wrong, or does not fit it."""
+
+
+class CutError(PlanError):
+    """An op cannot be cut in this way."""
+
+
+class PlacementError(PlanError):
+    """An op has no device, or one that is not there."""
+
+
+class CoverError(PlanError):
+    """The parts that are there do not make up what is needed."""
+
+
+class CycleError(PlanError):
+    """The order that was asked for contradicts itself or the data flow; the message shows the cycle."""
+
+
+class FitError(PlanError):
+    """A device has too little memory for what the plan puts on it."""
+
+
+class ProgramError(PlanError):
+    """A compiled program does not do what its plan says."""
 
 
 class MessageError(RotaError):

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from rota.errors import CaptureError
 from rota.graph.functional import Builder
 from rota.graph.graph import Graph, Ref, Role, Tensor
+from rota.graph.normalise import normalise
 
 _PREFIX = "model."
 
@@ -105,7 +106,7 @@ def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, no
         trained = role is Role.PARAMETER and model.get_parameter(target).requires_grad
         builder.declare(node, _tensor(name, value, role, requires_grad=trained))
     builder.run(exported.graph_module)
-    return Graph(
+    graph = Graph(
         tensors=builder.tensors,
         ops=tuple(builder.ops),
         inputs=tuple(inputs),
@@ -115,6 +116,7 @@ def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, no
         constants=constants,
         notes=notes,
     )
+    return normalise(graph)
 
 
 def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> dict[str, str]:

@@ -1,0 +1,642 @@
+"""The fast lowering: from one layout to another by the cheapest collectives that a search over layouts finds.
+
+If the same devices hold the tensor before and after, one box each, the search goes over tuples of boxes. Its moves are
+the collectives, each over a partition of the devices into groups; the partitions come from the two layouts, as the
+devices that differ only in some of their coordinates, so that it does not matter how devices are numbered. Between
+different devices, a collective before or after the sends may save some of them. Whatever is found is measured against
+the reference lowering and taken only if it moves no more.
+
+In here a box is a tuple of int ranges, a block: shares are scaled to whole numbers and come last. Fractions are too slow
+for a search.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from rota.plan.box import Box, Range, even_widths
+from rota.plan.layout import Kind, Layout, Piece, Step, canonical
+from rota.plan.reference import lower_reference
+
+_Block = tuple[Range, ...]
+_State = tuple[_Block, ...]
+"""The block of each device, in the order of device numbers."""
+_Groups = tuple[tuple[int, ...], ...]
+"""Positions in a state."""
+_Placed = tuple[tuple[int, _Block], ...]
+"""Blocks on devices."""
+
+_MOST_STATES = 300
+"""The search gives up after so many; layouts with up to three axes need far fewer."""
+
+_LOCAL_LATENCIES = 0.01
+"""A local copy's time, in latencies of a message: enough to prefer fewer of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What a communication costs: each one the latency, and each byte that a device receives."""
+
+    latency_s: float = 20e-6
+    bandwidth_bytes_per_s: float = 10e9
+
+
+DEFAULT_LINK = Link()
+
+
+def lower(source: Layout, target: Layout, *, element_bytes: int = 4, link: Link = DEFAULT_LINK) -> tuple[Step, ...]:
+    """The steps that turn the source into the target, receiving no more elements than those of `lower_reference`."""
+    return _lower(canonical(source), canonical(target), element_bytes, link)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lower(source: Layout, target: Layout, element_bytes: int, link: Link) -> tuple[Step, ...]:
+    if set(target) <= set(source):
+        return ()
+    if any(piece.box.size == 0 for piece in (*source, *target)):
+        return lower_reference(source, target)
+    return _Lowering(source, target, _Price.of(link, element_bytes)).steps()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Price:
+    latency_s: float
+    element_s: float
+
+    @classmethod
+    def of(cls, link: Link, element_bytes: int) -> _Price:
+        return cls(latency_s=link.latency_s, element_s=element_bytes / link.bandwidth_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class _Cost:
+    """What counts first is how much arrives in all; only then the time."""
+
+    elements: int = 0
+    time_s: float = 0.0
+
+    def __add__(self, other: _Cost) -> _Cost:
+        return _Cost(elements=self.elements + other.elements, time_s=self.time_s + other.time_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Move:
+    """One kind of step, at the same time in all groups; of a local move, each device is a group."""
+
+    kind: Kind
+    groups: _Groups
+    before: _State
+    after: _State
+
+    def cost(self, price: _Price) -> _Cost:
+        if self.kind is Kind.LOCAL:
+            return _Cost(time_s=_LOCAL_LATENCIES * price.latency_s)
+        total, most = 0, 0.0
+        for group in self.groups:
+            for position in group:
+                received = self._received(position, len(group))
+                total += round(received * len(group))
+                most = max(most, received)
+        # The share of one device in an all-reduce may be a fraction of an element; that of its group is whole.
+        return _Cost(elements=total // len(self.groups[0]), time_s=price.latency_s + most * price.element_s)
+
+    def _received(self, position: int, count: int) -> float:
+        before, after = self.before[position], self.after[position]
+        match self.kind:
+            case Kind.ALL_REDUCE:
+                return 2 * (count - 1) * _size(after) / count
+            case Kind.REDUCE_SCATTER:
+                return (count - 1) * _size(after)
+            case _:
+                common = _intersect(before, after)
+                return _size(after) - (_size(common) if common else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tiling:
+    """How the blocks of each group form one: all the same (no dim), or one after the other along a dim."""
+
+    dim: int | None
+    groups: _Groups
+    """Each in the order of its blocks."""
+    wholes: _State
+    """For each group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Route:
+    """A way from a layout to another: moves, or sends between moves."""
+
+    cost: _Cost
+    first: tuple[_Move, ...] = ()
+    sends: tuple[_Placed, _Placed] | None = None
+    last: tuple[_Move, ...] = ()
+
+
+class _Lowering:
+    """One pair of layouts, in whole numbers."""
+
+    def __init__(self, source: Layout, target: Layout, price: _Price) -> None:
+        self._source, self._target, self._price = source, target, price
+        shares = {edge for piece in (*source, *target) for edge in piece.box.share}
+        self._scale = math.lcm(*(edge.denominator for edge in shares))
+        self._boxes: dict[_Block, Box] = {}
+        self._held = self._placed(source)
+        self._wanted = self._placed(target)
+        self._value = len(self._held[0][1]) - 1 if self._held else 0
+
+    def steps(self) -> tuple[Step, ...]:
+        """The best steps."""
+        reference = self._reference_cost()
+        if reference is None:
+            return lower_reference(self._source, self._target)
+        before, after = _merged(self._held), _merged(self._wanted, slices=True)
+        route: _Route | None = None
+        if before is not None and after is not None and before.keys() == after.keys():
+            route = self._search(tuple(before.values()), tuple(after.values()), reference.elements)
+        if route is None:
+            route = self._with_sends(before, after)
+        if route is None or reference < route.cost:
+            return lower_reference(self._source, self._target)
+        return self._emit(route, before, after)
+
+    # --- In and out of whole numbers -------------------------------------------------------------------------------
+
+    def _placed(self, layout: Layout) -> _Placed:
+        found = []
+        for piece in layout:
+            low, high = (int(edge * self._scale) for edge in piece.box.share)
+            block = (*piece.box.ranges, (low, high))
+            self._boxes[block] = piece.box
+            found.append((piece.device, block))
+        return tuple(found)
+
+    def _piece(self, device: int, block: _Block) -> Piece:
+        box = self._boxes.get(block)
+        if box is None:
+            low, high = block[-1]
+            share = (Fraction(low, self._scale), Fraction(high, self._scale))
+            box = self._boxes[block] = Box(ranges=block[:-1], share=share)
+        return Piece(device=device, box=box)
+
+    def _layout(self, placed: Iterable[tuple[int, _Block]]) -> Layout:
+        return tuple(self._piece(device, block) for device, block in placed)
+
+    # --- The reference, without its steps --------------------------------------------------------------------------
+
+    def _reference_cost(self) -> _Cost | None:
+        """What the reference costs; None if only the reference will do."""
+        distinct = {block for _, block in self._held}
+        if any(_intersect(one, other) for one, other in itertools.combinations(distinct, 2)):
+            return None
+        return self._sends_cost(self._held, self._wanted)
+
+    def _sends_cost(self, held: _Placed, wanted: _Placed) -> _Cost | None:
+        """What the reference's sends cost between layouts without overlaps; None if they do not suffice."""
+        there = set(held)
+        distinct = {block for _, block in held}
+        arrivals: set[tuple[int, _Block]] = set()
+        for device, block in wanted:
+            if (device, block) in there:
+                continue
+            volume = 0
+            for other in distinct:
+                if (common := _intersect(block, other)) is not None:
+                    volume += _volume(common)
+                    if (device, other) not in there:
+                        arrivals.add((device, common))
+            if volume != _volume(block):
+                return None
+        times: dict[int, float] = {}
+        for device, block in arrivals:
+            time_s = self._price.latency_s + _size(block) * self._price.element_s
+            times[device] = times.get(device, 0.0) + time_s
+        return _Cost(elements=sum(_size(block) for _, block in arrivals), time_s=max(times.values(), default=0.0))
+
+    # --- The same devices: a search --------------------------------------------------------------------------------
+
+    def _search(self, start: _State, goal: _State, most_elements: int) -> _Route | None:
+        """The fastest moves that receive no more than so many elements (A*)."""
+        moves = _Moves(start, goal)
+        order = itertools.count()
+        best: dict[_State, float] = {start: 0.0}
+        queue: list[tuple[float, int, _State, _Cost, tuple[_Move, ...]]] = [(0.0, next(order), start, _Cost(), ())]
+        popped = 0
+        while queue and popped < _MOST_STATES:
+            _, _, state, cost, path = heapq.heappop(queue)
+            if state == goal:
+                return _Route(cost=cost, first=path)
+            if cost.time_s > best[state]:
+                continue
+            popped += 1
+            for move in moves.all(state):
+                total = cost + move.cost(self._price)
+                known = best.get(move.after, math.inf)
+                if total.elements > most_elements or total.time_s >= known:
+                    continue
+                best[move.after] = total.time_s
+                estimate = total.time_s + self._at_least_s(move.after, goal)
+                heapq.heappush(queue, (estimate, next(order), move.after, total, (*path, move)))
+        return None
+
+    def _at_least_s(self, state: _State, goal: _State) -> float:
+        """No device can do with less time: what it needs and does not have must arrive."""
+        most = 0
+        for held, wanted in zip(state, goal, strict=True):
+            if held is wanted or held == wanted:
+                continue
+            lacking = _size(wanted)
+            if held[-1][0] <= wanted[-1][0] and wanted[-1][1] <= held[-1][1]:
+                common = _intersect(held, wanted)
+                lacking -= _size(common) if common else 0
+            most = max(most, lacking)
+        return self._price.latency_s + most * self._price.element_s if most else 0.0
+
+    # --- Other devices: sends, and a collective on either side -----------------------------------------------------
+
+    def _with_sends(self, before: dict[int, _Block] | None, after: dict[int, _Block] | None) -> _Route | None:
+        """The cheapest of: at most one collective among the source's devices, sends, at most one among the target's."""
+        starts: list[tuple[tuple[_Move, ...], _Placed]] = [((), self._held)]
+        ends: list[tuple[tuple[_Move, ...], _Placed]] = [((), self._wanted)]
+        dims = self._dims_worth_cutting()
+        if before is not None:
+            for move in _reductions(tuple(before.values()), dims, hints=self._wanted):
+                starts.append(((move,), tuple(zip(before, move.after, strict=True))))
+        if after is not None:
+            hints = tuple(placed for _, layout in starts for placed in layout)
+            for move in _gathers(tuple(after.values()), dims, hints=hints):
+                ends.append(((move,), tuple(zip(after, move.before, strict=True))))
+        best: _Route | None = None
+        for (first, held), (last, wanted) in itertools.product(starts, ends):
+            cost = sum((move.cost(self._price) for move in (*first, *last)), _Cost())
+            if best is not None and cost.elements > best.cost.elements:
+                continue
+            sends = self._sends_cost(held, wanted)
+            if sends is not None and (best is None or cost + sends < best.cost):
+                best = _Route(cost=cost + sends, first=first, sends=(held, wanted), last=last)
+        return best
+
+    def _dims_worth_cutting(self) -> tuple[int, ...]:
+        """Those that are cut anyway, and one more for tensors that are not: long, and best a multiple of the devices."""
+        blocks = [block for _, block in (*self._held, *self._wanted)]
+        cut = {dim for dim in range(self._value) if len({block[dim] for block in blocks}) > 1}
+        whole = [stop - start for start, stop in blocks[0][: self._value]]
+        count = max(len({device for device, _ in placed}) for placed in (self._held, self._wanted))
+        free = [dim for dim in range(self._value) if dim not in cut]
+        longest = sorted(free, key=lambda dim: (whole[dim] % count != 0, -whole[dim]))[:1]
+        return tuple(sorted({*cut, *longest}))
+
+    # --- Steps -----------------------------------------------------------------------------------------------------
+
+    def _emit(
+        self, route: _Route, before: dict[int, _Block] | None, after: dict[int, _Block] | None
+    ) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        if route.first and before is not None:
+            steps.extend(self._merges(before))
+            steps.extend(self._move_steps(route.first, tuple(before)))
+        if route.sends is not None:
+            steps.extend(lower_reference(*(self._layout(placed) for placed in route.sends)))
+        if after is not None:
+            steps.extend(self._move_steps(route.last, tuple(after)))
+            steps.extend(self._cuts_of_merged(after))
+        return _only_needed(steps, self._source, self._target)
+
+    def _merges(self, before: dict[int, _Block]) -> Iterator[Step]:
+        for device, block in before.items():
+            merged = self._piece(device, block)
+            own = tuple(piece for piece in self._source if piece.device == device)
+            if merged not in own:
+                yield Step(kind=Kind.LOCAL, inputs=own, outputs=(merged,))
+
+    def _cuts_of_merged(self, after: dict[int, _Block]) -> Iterator[Step]:
+        for piece in self._target:
+            merged = self._piece(piece.device, after[piece.device])
+            if piece != merged:
+                yield Step(kind=Kind.LOCAL, inputs=(merged,), outputs=(piece,))
+
+    def _move_steps(self, moves: Sequence[_Move], devices: tuple[int, ...]) -> Iterator[Step]:
+        for local, several in itertools.groupby(moves, key=lambda move: move.kind is Kind.LOCAL):
+            run = list(several)
+            if local:  # slices of slices are slices
+                last = run[-1]
+                groups = tuple((position,) for position in range(len(devices)))
+                run = [_Move(kind=Kind.LOCAL, groups=groups, before=run[0].before, after=last.after)]
+            for move in run:
+                for group in move.groups:
+                    if any(move.before[position] != move.after[position] for position in group):
+                        yield Step(
+                            kind=move.kind,
+                            inputs=self._layout((devices[position], move.before[position]) for position in group),
+                            outputs=self._layout((devices[position], move.after[position]) for position in group),
+                        )
+
+
+@dataclass(slots=True)
+class _Moves:
+    """The moves of a search between two states."""
+
+    start: _State
+    goal: _State
+    partitions: tuple[_Groups, ...] = field(init=False)
+    dims: tuple[int, ...] = field(init=False)
+    value: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.value = len(self.start[0]) - 1
+        self.partitions = _common_partitions(self.start, self.goal)
+        self.dims = tuple(
+            dim
+            for dim in range(self.value)
+            if any(len({block[dim] for block in s}) > 1 for s in (self.start, self.goal))
+        )
+
+    def all(self, state: _State) -> Iterator[_Move]:
+        """From a state, one step in each of some groups."""
+        if all(
+            _contains(held, wanted) and self._may_share(held, wanted)
+            for held, wanted in zip(state, self.goal, strict=True)
+        ):
+            yield _Move(kind=Kind.LOCAL, groups=(), before=state, after=self.goal)
+            return  # there is no better move
+        for groups in self.partitions:
+            tiling = _tiling(state, groups)
+            if tiling is None:
+                continue
+            if tiling.dim is None:
+                yield from self._scatters(Kind.LOCAL, state, tiling)
+            elif tiling.dim == self.value:
+                yield _together(Kind.ALL_REDUCE, state, tiling)
+                yield from self._scatters(Kind.REDUCE_SCATTER, state, tiling)
+            else:
+                yield _together(Kind.ALL_GATHER, state, tiling)
+                yield from self._scatters(Kind.ALL_TO_ALL, state, tiling)
+
+    def _may_share(self, held: _Block, wanted: _Block) -> bool:
+        """Whether the value may be given to the first sub-share.
+
+        Not so within a sum of shares that the source has: their names would come to mean other values.
+        """
+        low, high = held[-1]
+        return held[-1] == wanted[-1] or not any(
+            low <= block[-1][0] and block[-1][1] <= high and block[-1] != held[-1] for block in self.start
+        )
+
+    def _scatters(self, kind: Kind, state: _State, tiling: _Tiling) -> Iterator[_Move]:
+        for dim in self.dims:
+            if dim != tiling.dim:
+                yield from self._scatter(kind, state, tiling, dim)
+        if kind is Kind.LOCAL and all(
+            self._may_share(whole, self.goal[position])
+            for whole, group in zip(tiling.wholes, tiling.groups, strict=True)
+            for position in group
+        ):
+            yield from self._scatter(kind, state, tiling, self.value)
+
+    def _scatter(self, kind: Kind, state: _State, tiling: _Tiling, dim: int) -> Iterator[_Move]:
+        """Cut each group's whole along a dim, as the goal is cut if that can be."""
+        groups = tiling.groups
+        ordered = tuple(tuple(sorted(group, key=lambda position: self.goal[position][dim])) for group in groups)
+        if kind is Kind.ALL_TO_ALL and ordered != groups:
+            return  # a group has one order, for what it reads and for what it writes
+        edges = self._edges(ordered, tiling.wholes, dim)
+        if edges is None:
+            return
+        after = list(state)
+        for group, whole, cuts in zip(ordered, tiling.wholes, edges, strict=True):
+            for position, cut in zip(group, itertools.pairwise(cuts), strict=True):
+                after[position] = _with_range(whole, dim, cut)
+        yield _Move(kind=kind, groups=ordered, before=state, after=tuple(after))
+
+    def _edges(self, groups: _Groups, wholes: _State, dim: int) -> list[Sequence[int]] | None:
+        """Where to cut each whole."""
+        exact = [self._goal_edges(group, whole[dim], dim) for group, whole in zip(groups, wholes, strict=True)]
+        found = [edges for edges in exact if edges is not None]
+        if len(found) == len(groups):
+            return found
+        # Groups that cut the same range must cut it alike, or later moves find nothing that tiles.
+        bounds: dict[Range, list[Range]] = {}
+        for group, whole in zip(groups, wholes, strict=True):
+            start, stop = whole[dim]
+            limits = bounds.setdefault(whole[dim], [(start, stop)] * (len(group) - 1))
+            for i, (one, other) in enumerate(itertools.pairwise(group)):
+                low, high = self.goal[one][dim][1], self.goal[other][dim][0]
+                if low <= high:
+                    limits[i] = (max(limits[i][0], low), min(limits[i][1], high))
+        edges_of = {whole: _edges_within(whole, limits) for whole, limits in bounds.items()}
+        result: list[Sequence[int]] = []
+        for whole in wholes:
+            edges = edges_of[whole[dim]]
+            if edges is None or (dim == self.value and any(low != high for low, high in bounds[whole[dim]])):
+                return None
+            result.append(edges)
+        return result
+
+    def _goal_edges(self, group: tuple[int, ...], whole: Range, dim: int) -> Sequence[int] | None:
+        ranges = [self.goal[position][dim] for position in group]
+        edges = [ranges[0][0], *(stop for _, stop in ranges)]
+        tile = all(one == start for one, (start, _) in zip(edges, ranges, strict=False))
+        return edges if tile and (edges[0], edges[-1]) == whole else None
+
+
+def _edges_within(whole: Range, limits: list[Range]) -> Sequence[int] | None:
+    """Even cuts of a range, moved to within the limits of each where these leave a choice; None if it is too short."""
+    start, stop = whole
+    count = len(limits) + 1
+    if stop - start < count:
+        return None
+    even = list(itertools.accumulate(even_widths(stop - start, count), initial=start))
+    moved = [start, *(min(max(edge, low), high) for edge, (low, high) in zip(even[1:], limits, strict=False)), stop]
+    return moved if all(one < other for one, other in itertools.pairwise(moved)) else even
+
+
+def _together(kind: Kind, state: _State, tiling: _Tiling) -> _Move:
+    """All of a group's devices get its whole."""
+    after = list(state)
+    for group, whole in zip(tiling.groups, tiling.wholes, strict=True):
+        for position in group:
+            after[position] = whole
+    return _Move(kind=kind, groups=tiling.groups, before=state, after=tuple(after))
+
+
+def _reductions(state: _State, dims: Iterable[int], *, hints: _Placed) -> Iterator[_Move]:
+    """All-reduces and reduce-scatters of partial sums."""
+    value = len(state[0]) - 1
+    for groups in _partitions(state):
+        tiling = _tiling(state, groups)
+        if tiling is not None and tiling.dim == value:
+            yield _together(Kind.ALL_REDUCE, state, tiling)
+            for dim in dims:
+                after = _cut_like(tiling, state, dim, hints)
+                if after is not None:
+                    yield _Move(kind=Kind.REDUCE_SCATTER, groups=tiling.groups, before=state, after=after)
+
+
+def _gathers(state: _State, dims: Iterable[int], *, hints: _Placed) -> Iterator[_Move]:
+    """All-gathers that end in a state."""
+    for groups in _partitions(state):
+        tiling = _tiling(state, groups)
+        if tiling is not None and tiling.dim is None:
+            for dim in dims:
+                before = _cut_like(tiling, state, dim, hints)
+                if before is not None:
+                    yield _Move(kind=Kind.ALL_GATHER, groups=groups, before=before, after=state)
+
+
+def _cut_like(tiling: _Tiling, state: _State, dim: int, hints: _Placed) -> _State | None:
+    """Each group's whole cut along a dim: as other blocks are cut, if they are cut in as many, or else evenly."""
+    ranges = sorted({block[dim] for _, block in hints})
+    cut = list(state)
+    for group, whole in zip(tiling.groups, tiling.wholes, strict=True):
+        start, stop = whole[dim]
+        if stop - start < len(group):
+            return None
+        inside = [one for one in ranges if start <= one[0] and one[1] <= stop]
+        edges = [start, *(end for _, end in inside)]
+        if (
+            len(inside) != len(group)
+            or edges[-1] != stop
+            or any(a != b[0] for a, b in zip(edges, inside, strict=False))
+        ):
+            edges = list(itertools.accumulate(even_widths(stop - start, len(group)), initial=start))
+        for position, part in zip(group, itertools.pairwise(edges), strict=True):
+            cut[position] = _with_range(whole, dim, part)
+    return tuple(cut)
+
+
+def _common_partitions(start: _State, goal: _State) -> tuple[_Groups, ...]:
+    """The partitions of both states, and those into devices that are in a group together in both."""
+    ours, theirs = _partitions(start), _partitions(goal)
+    found = dict.fromkeys((*ours, *theirs))
+    for one, other in itertools.product(ours, theirs):
+        where = {position: i for i, group in enumerate(other) for position in group}
+        both = [_grouped(group, [where[position] for position in group]) for group in one]
+        groups = tuple(sorted(itertools.chain.from_iterable(both)))
+        if _is_useful(groups):
+            found[groups] = None
+    return tuple(found)
+
+
+def _partitions(state: _State) -> tuple[_Groups, ...]:
+    """For each choice of coordinates, the devices that differ in no others. A replica's number is a coordinate, too."""
+    seen: dict[_Block, int] = {}
+    coordinates: list[tuple[object, ...]] = []
+    for block in state:
+        number = seen[block] = seen.get(block, -1) + 1
+        coordinates.append((*block, number))
+    varying = [i for i, values in enumerate(zip(*coordinates, strict=True)) if len(set(values)) > 1]
+    found: dict[_Groups, None] = {}
+    for count in range(len(varying)):
+        for kept in itertools.combinations(varying, count):
+            keys = [tuple(values[i] for i in kept) for values in coordinates]
+            groups = _grouped(range(len(state)), keys)
+            if _is_useful(groups):
+                found[groups] = None
+    return tuple(found)
+
+
+def _grouped(positions: Iterable[int], keys: Iterable[object]) -> _Groups:
+    groups: dict[object, list[int]] = {}
+    for position, key in zip(positions, keys, strict=True):
+        groups.setdefault(key, []).append(position)
+    return tuple(map(tuple, groups.values()))
+
+
+def _is_useful(groups: _Groups) -> bool:
+    return len(groups[0]) > 1 and all(len(group) == len(groups[0]) for group in groups)
+
+
+def _tiling(state: _State, groups: _Groups) -> _Tiling | None:
+    """How the groups' blocks tile, if all do in the same way."""
+    dims: set[int | None] = set()
+    ordered: list[tuple[int, ...]] = []
+    wholes: list[_Block] = []
+    for group in groups:
+        blocks = [state[position] for position in group]
+        first, *others = blocks
+        differing = [d for d in range(len(first)) if any(other[d] != first[d] for other in others)]
+        if len(differing) > 1:
+            return None
+        dim = differing[0] if differing else None
+        dims.add(dim)
+        if len(dims) > 1:
+            return None
+        if dim is not None:
+            group = tuple(sorted(group, key=lambda position: state[position][dim]))
+            ranges = [state[position][dim] for position in group]
+            if any(one[1] != other[0] for one, other in itertools.pairwise(ranges)):
+                return None
+            first = _with_range(first, dim, (ranges[0][0], ranges[-1][1]))
+        ordered.append(group)
+        wholes.append(first)
+    return _Tiling(dim=dims.pop(), groups=tuple(ordered), wholes=tuple(wholes))
+
+
+def _merged(placed: _Placed, *, slices: bool = False) -> dict[int, _Block] | None:
+    """The one block that the blocks of each device tile (or, if they may be slices of it, lie within); else None."""
+    blocks: dict[int, list[_Block]] = {}
+    for device, block in placed:
+        blocks.setdefault(device, []).append(block)
+    merged: dict[int, _Block] = {}
+    for device, own in blocks.items():
+        hull = tuple((min(r[0] for r in ranges), max(r[1] for r in ranges)) for ranges in zip(*own, strict=True))
+        tiles = sum(map(_volume, own)) == _volume(hull) and not any(
+            _intersect(one, other) for one, other in itertools.combinations(own, 2)
+        )
+        if not tiles and not (slices and hull in own):
+            return None
+        merged[device] = hull
+    return merged
+
+
+def _only_needed(steps: Iterable[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The steps without those whose outputs are there already, or are never read."""
+    there = set(source)
+    fresh = []
+    for step in steps:
+        if not there.issuperset(step.outputs):
+            fresh.append(step)
+            there.update(step.outputs)
+    read = set(target) - set(source)
+    needed = []
+    for step in reversed(fresh):
+        if not read.isdisjoint(step.outputs):
+            needed.append(step)
+            read.update(step.inputs)
+    return tuple(reversed(needed))
+
+
+def _with_range(block: _Block, dim: int, new: Range) -> _Block:
+    return (*block[:dim], new, *block[dim + 1 :])
+
+
+def _intersect(one: _Block, other: _Block) -> _Block | None:
+    common = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start = a if a > c else c
+        stop = b if b < d else d
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
+
+
+def _contains(outer: _Block, inner: _Block) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+
+
+def _size(block: _Block) -> int:
+    size = 1
+    for start, stop in block[:-1]:
+        size *= stop - start
+    return size
+
+
+def _volume(block: _Block) -> int:
+    return _size(block) * (block[-1][1] - block[-1][0])
