@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ Letters = tuple[str, ...]
 """The words of one tensor dim, which is their product, outermost first; none for a dim of size one."""
 
 Shape = tuple[int, ...]
+
+_WORD = re.compile(r"\*|\.|[A-Za-z][A-Za-z0-9_]*[+^]?")
+_LEADING = re.compile(r"d[0-9]+[+^]?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class Words:
         """A dim of this size is `word`, with its mark; a dim of size one is broadcast and is none."""
         if word == ".":
             return self.private(size)
-        name = word.rstrip("+^")
+        name = _name(word)
         if size == 1:
             return ()
         if self.sizes.setdefault(name, size) != size:
@@ -76,6 +80,8 @@ class Words:
 
     def all(self, words: Sequence[str], shape: Shape) -> tuple[Letters, ...]:
         """The words of a whole tensor."""
+        if len(words) != len(shape):
+            raise RuleError(f"{' '.join(words) or 'a scalar'} against the shape {list(shape)}")
         return tuple(self.use(word, size) for word, size in zip(words, shape, strict=True))
 
     def signature(
@@ -109,16 +115,16 @@ class Notation:
 
     def signature(self, reads: Sequence[Shape | None], makes: Sequence[Shape | None]) -> Signature:
         """For actual shapes; None for an optional tensor that is not given."""
-        if len(reads) > len(self.reads) or len(makes) != len(self.makes):
+        if len(reads) != len(self.reads) or len(makes) != len(self.makes):
             raise RuleError(f"the rule {self.text!r} does not fit {len(reads)} inputs and {len(makes)} outputs")
-        given = [(words, shape) for words, shape in zip(self.reads, reads, strict=False) if shape is not None]
+        given = [(words, shape) for words, shape in zip(self.reads, reads, strict=True) if shape is not None]
         pairs = [*given, *((w, s) for w, s in zip(self.makes, makes, strict=True) if s is not None)]
         leading = max((len(shape) - len(words) + 1 for words, shape in pairs if "*" in words), default=0)
         words = Words()
         try:
-            found_reads = [words.all(_spread(w, shape, leading, self.text), shape) for w, shape in given]
+            found_reads = [words.all(_spread(w, shape, leading), shape) for w, shape in given]
             found_makes = [
-                None if shape is None else words.all(_spread(w, shape, leading, self.text), shape)
+                None if shape is None else words.all(_spread(w, shape, leading), shape)
                 for w, shape in zip(self.makes, makes, strict=True)
             ]
         except RuleError as error:
@@ -137,32 +143,48 @@ def parse(text: str) -> Notation:
     reads = [one.split() for one in left.split(",")] if left.strip() else []
     makes = [one.split() for one in right.split(",")]
     once = frozenset(i for i, words in enumerate(reads) if words and words[-1].endswith("?"))
-    reads = [[word.rstrip("?") for word in words] for words in reads]
+    for i in once:
+        reads[i][-1] = reads[i][-1].removesuffix("?")
     for words in [*reads, *makes]:
-        for word in words:
-            name = word.rstrip("+^")
-            if name not in ("*", ".") and not name.isidentifier():
-                raise RuleError(f"{word!r} in the rule {text!r} is not a dim; use words, with + or ^ behind them")
-        if words.count("*") > 1:
-            raise RuleError(f"the rule {text!r} has two * in one tensor")
-    marks: dict[str, str] = {}
-    for word in itertools.chain.from_iterable([*reads, *makes]):
-        name, mark = word.rstrip("+^"), word[len(word.rstrip("+^")) :]
-        marks[name] = max(marks.get(name, ""), mark)
-    kept = {word.rstrip("+^") for words in makes for word in words}
-    for name, mark in marks.items():
-        if mark == "" and name not in kept and name not in ("*", "."):
-            raise RuleError(f"{name} in the rule {text!r} is not in an output; mark it + (summed) or ^ (not cut)")
-        if mark == "+" and name in kept:
-            raise RuleError(f"{name} in the rule {text!r} is summed and yet in an output")
+        _check_words(words, text)
+    _check_marks(reads, makes, text)
     return Notation(text=text, reads=tuple(map(tuple, reads)), makes=tuple(map(tuple, makes)), once=once)
 
 
-def _spread(words: tuple[str, ...], shape: Shape, leading: int, text: str) -> list[str]:
+def _check_words(words: list[str], text: str) -> None:
+    for word in words:
+        if not _WORD.fullmatch(word):
+            raise RuleError(f"{word!r} in the rule {text!r} is not a dim; use words, with + or ^ behind them, * or .")
+    if words.count("*") > 1:
+        raise RuleError(f"the rule {text!r} has two * in one tensor")
+    if "*" in words and any(_LEADING.fullmatch(word) for word in words):
+        raise RuleError(f"the rule {text!r} uses d0, d1, ..., which are the names of the dims of *; use other words")
+
+
+def _check_marks(reads: list[list[str]], makes: list[list[str]], text: str) -> None:
+    """Each word has one mark, and is in all outputs, or is summed and in none, or cannot be cut."""
+    everywhere = set.intersection(*({_name(word) for word in words} for words in makes))
+    somewhere = {_name(word) for words in makes for word in words}
+    marks: dict[str, str] = {}
+    for word in itertools.chain.from_iterable([*reads, *makes]):
+        name, mark = _name(word), word[len(_name(word)) :]
+        marks[name] = max(marks.get(name, ""), mark)
+    for name, mark in marks.items():
+        if name in ("*", ".") or mark == "^":
+            continue
+        if mark == "+" and name in somewhere:
+            raise RuleError(f"{name} in the rule {text!r} is summed and yet in an output")
+        if mark == "" and name not in everywhere:
+            raise RuleError(f"{name} in the rule {text!r} is not in every output; mark it + (summed) or ^ (not cut)")
+
+
+def _name(word: str) -> str:
+    return word.rstrip("+^")
+
+
+def _spread(words: tuple[str, ...], shape: Shape, leading: int) -> list[str]:
     """The words with * replaced by the names of the leading dims."""
     if "*" not in words:
-        if len(words) != len(shape):
-            raise RuleError(f"{' '.join(words) or 'a scalar'} against the shape {list(shape)}")
         return list(words)
     count = len(shape) - len(words) + 1
     if count < 0:

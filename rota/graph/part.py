@@ -69,24 +69,38 @@ def compute_part(refined: Refined, op_name: str, ranges: Ranges, *, shifted: str
         else local_shape(refined.factors[name], box_of(frame, names, ranges).shape)
         for name, names in zip(op.outputs, frame.makes, strict=True)
     )
+    cut = LocalCut(
+        reads=shapes_read,
+        makes=shapes_made,
+        sizes={name: dim.size for name, dim in frame.dims.items()},
+        ranges=ranges,
+        first=is_first(frame, ranges),
+    )
     if rule is not None and rule.positional:
-        assert frame.makes[0] is not None
-        assert shapes_made[0] is not None
+        numbered = _numbered(refined, op_name)
         return positional.compute(
-            op=op,
-            sizes=tuple(frame.dims[name].size for name in frame.makes[0]),
-            box=box_of(frame, frame.makes[0], ranges),
-            shape=shapes_made[0],
-            shifted=frame.makes[0].index(shifted) if shifted in frame.makes[0] else None,
+            case=case,
+            cut=cut,
+            sizes=tuple(frame.dims[name].size for name in numbered),
+            box=box_of(frame, numbered, ranges),
+            shifted=numbered.index(shifted) if shifted in numbered else None,
         )
-    if any(name in ranges for name in frame.dims):
-        cut = LocalCut(reads=shapes_read, makes=shapes_made, ranges=ranges, first=is_first(frame, ranges))
-        compute = compute_of(case, cut)
-    else:
-        compute = compute_of(case, None)
+    compute = compute_of(case, cut if any(name in ranges for name in frame.dims) else None)
 
     def run(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
         result = compute(values)
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     return run
+
+
+def _numbered(refined: Refined, op_name: str) -> tuple[str, ...]:
+    """The dims of what a positional op has a number for: each element that it makes, or each attention weight."""
+    case, frame = refined.cases[op_name], refined.frames[op_name]
+    (made,) = frame.makes
+    assert made is not None
+    if case.op.kind != "scaled_dot_product_attention":
+        return made
+    keys, output = refined.factors[occurrences(case.op)[1]], refined.factors[case.op.outputs[0] or ""]
+    stop = len(frame.reads[1]) - len(keys[-1])
+    return made[: len(made) - len(output[-1])] + frame.reads[1][stop - len(keys[-2]) : stop]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rota.graph.functional import overload
-from rota.graph.graph import Op
+from rota.graph.rules import Case, LocalCut, causal_mask
 from rota.plan.box import Box
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ _MASK_63 = (1 << 63) - 1
 
 
 def compute(
-    *, op: Op, sizes: tuple[int, ...], box: Box, shape: tuple[int, ...], shifted: int | None
+    *, case: Case, cut: LocalCut, sizes: tuple[int, ...], box: Box, shifted: int | None
 ) -> Callable[[Sequence[Any], Place], tuple[Any, ...]]:
-    """How a part is computed: `box` of a tensor with these factors, of this local shape."""
+    """How a part is computed: `box` of what has a number for each element, with these factors."""
+    op, shape = case.op, cut.made
     whole = box == Box.whole(sizes)
     salt = zlib.crc32(op.name.encode())
 
@@ -57,6 +58,30 @@ def compute(
         kept = uniform(place.key ^ salt, sizes, moved(place), value.device).reshape(shape) >= rate
         return (value * kept.to(value.dtype).mul_(1.0 / (1.0 - rate)),)
 
+    def attention(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
+        rate, causal = float(case.argument("dropout_p")), bool(case.argument("is_causal"))
+        scale, grouped = case.argument("scale"), bool(case.argument("enable_gqa"))
+        query, key, value, *masks = values
+        mask = masks[0] if masks else None
+        if causal:
+            rows = cut.positions("l", case.reads[0][-2])
+            mask = causal_mask(rows, key.shape[-2]).to(query.device)
+        if place.plain:
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, mask, rate, scale=scale, enable_gqa=grouped
+            )
+            return (mixed,)
+        if grouped:
+            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+        scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+        weights = scores.softmax(-1)
+        if rate == 1.0:
+            return (weights * 0.0 @ value,)
+        numbers = uniform(place.key ^ salt, sizes, moved(place), query.device).reshape(*shape[:-1], key.shape[-2])
+        return (weights * (numbers >= rate).to(weights.dtype).mul_(1.0 / (1.0 - rate)) @ value,)
+
     def rand(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
         kwargs = {name: one for name, one in op.kwargs.items() if name in ("dtype", "device")}
         if place.plain:
@@ -74,7 +99,14 @@ def compute(
         numbers = uniform(place.key ^ salt, sizes, moved(place), values[0].device).reshape(shape)
         return ((numbers < chance).to(values[0].dtype),)
 
-    return {"arange": arange, "dropout": dropout, "rand": rand, "randn": rand, "bernoulli": bernoulli}[op.kind]
+    return {
+        "arange": arange,
+        "dropout": dropout,
+        "scaled_dot_product_attention": attention,
+        "rand": rand,
+        "randn": rand,
+        "bernoulli": bernoulli,
+    }[op.kind]
 
 
 def uniform(key: int, sizes: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:

@@ -69,12 +69,11 @@ class Refined:
 
     def batch_families(self) -> frozenset[int]:
         """The families of the samples: the outermost factor of the first dim of the batch's tensors."""
-        tensors = [self.graph.tensors[name] for name in self.graph.inputs]
-        sizes = [tensor.shape[0] for tensor in tensors if tensor.shape]
+        first = [self.factors[name][0] for name in self.graph.inputs if self.factors[name] and self.factors[name][0]]
         return frozenset(
-            self.families[tensor.name][0]
-            for tensor in tensors
-            if tensor.shape and tensor.shape[0] == sizes[0] and self.factors[tensor.name][0]
+            self.families[name][0]
+            for name in self.graph.inputs
+            if self.factors[name] and self.factors[name][0] and self.factors[name][0][0] == first[0][0]
         )
 
 

@@ -6,10 +6,11 @@ autograd differentiates what is computed on each device. An op without a rule ca
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from rota.graph.functional import overload
 from rota.graph.graph import Op, Ref, Tensor
 from rota.graph.notation import Letters, Shape, Signature, Words, parse
 
-Shapes = Sequence[Shape]
+_SUM, _MEAN = 2, 1
+"""The numbers that ATen has for the reductions of losses; 0 is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +32,18 @@ class Case:
     reads: tuple[Shape, ...]
     """The shape of each tensor among the arguments, in order; a tensor that is read twice is there twice."""
     makes: tuple[Shape | None, ...]
+    dtypes: tuple[str, ...]
+    """Of the reads."""
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, by its position or name."""
-        if position < len(self.op.args):
-            return self.op.args[position]
-        return self.op.kwargs.get(name, default)
+    def argument(self, name: str) -> Any:
+        """An argument of the op, by the name that its schema has for it."""
+        return _argument(self.op, name)
 
     @property
     def made(self) -> Shape:
         """The shape of the only output."""
-        assert self.makes[0] is not None
+        if len(self.makes) != 1 or self.makes[0] is None:
+            raise RuleError(f"{self.op.kind} makes {len(self.makes)} tensors and not one")
         return self.makes[0]
 
 
@@ -51,10 +54,30 @@ class LocalCut:
     reads: tuple[Shape, ...]
     """The local shapes."""
     makes: tuple[Shape | None, ...]
+    sizes: Mapping[str, int]
+    """The dims of the op: the words of its rule, or ``n.0``, ``n.1`` for the factors of n."""
     ranges: Mapping[str, tuple[int, int]]
-    """word -> range, of the words of the rule that are cut (a composed dim whose factors are cut is not here)."""
+    """dim -> range, of the dims that are cut"""
     first: bool
     """Whether it is the first part along every summed dim."""
+
+    @property
+    def made(self) -> Shape:
+        """The local shape of the only output."""
+        (shape,) = self.makes
+        assert shape is not None
+        return shape
+
+    def positions(self, word: str, size: int) -> torch.Tensor:
+        """Which indices of a word of the rule, which is so large, the part has."""
+        names = [name for name in self.sizes if name == word or name.startswith(f"{word}.")]
+        if not names:
+            return torch.arange(size)
+        index = torch.zeros(1, dtype=torch.int64)
+        for name in names:
+            start, stop = self.ranges.get(name, (0, self.sizes[name]))
+            index = (index.unsqueeze(1) * self.sizes[name] + torch.arange(start, stop)).flatten()
+        return index
 
 
 Compute = Callable[[Sequence[Any]], Any]
@@ -83,11 +106,13 @@ def register_rule(target: str, notation: str) -> None:
 
 
 def rule_of(op: Op) -> Rule | None:
-    """The rule of an op, or None."""
-    namespace, name = op.target.split(".")[:2]
+    """The rule of an op, or None; that of an overload, such as div.Tensor_mode, is preferred to that of its kind."""
+    namespace, name, overload_name = op.target.split(".")
     if namespace != "aten":
         return _RULES.get(op.target) or _RULES.get(f"{namespace}.{name}")
-    return _RULES.get(op.kind)
+    if op.kind == _ATTENTION and _argument(op, "dropout_p"):
+        return _RULES[f"{_ATTENTION}.dropout"]
+    return _RULES.get(f"{op.kind}.{overload_name}") or _RULES.get(op.kind)
 
 
 def kinds() -> list[str]:
@@ -101,6 +126,7 @@ def case_of(op: Op, tensors: Mapping[str, Tensor]) -> Case:
         op=op,
         reads=tuple(tensors[name].shape for name in occurrences(op)),
         makes=tuple(None if name is None else tensors[name].shape for name in op.outputs),
+        dtypes=tuple(tensors[name].dtype for name in occurrences(op)),
     )
 
 
@@ -146,15 +172,27 @@ def _maybe(words: Words, shape: Shape | None) -> tuple[Letters, ...] | None:
     return None if shape is None else _privates(words, shape)
 
 
+@functools.cache
+def _schema(target: str) -> tuple[Any, ...]:
+    return tuple(overload(target)._schema.arguments)  # type: ignore[attr-defined]
+
+
+def _argument(op: Op, name: str) -> Any:
+    """An argument as it is given, or its default; None if the overload has no such argument."""
+    for position, one in enumerate(_schema(op.target)):
+        if one.name == name:
+            return op.args[position] if position < len(op.args) else op.kwargs.get(name, one.default_value)
+    return None
+
+
 def _optional_reads(case: Case) -> list[Shape | None]:
     """The shapes by the op's schema: a tensor argument that is None keeps its place."""
     shapes = iter(case.reads)
     found: list[Shape | None] = []
-    schema = overload(case.op.target)._schema.arguments  # type: ignore[attr-defined]
-    for position, argument in enumerate(schema):
-        if "Tensor" not in str(argument.type):
+    for one in _schema(case.op.target):
+        if "Tensor" not in str(one.type):
             continue
-        value = case.argument(position, argument.name)
+        value = case.argument(one.name)
         if isinstance(value, tuple | list):
             found += [next(shapes) for _ in value]
         else:
@@ -197,9 +235,14 @@ def _broadcast(words: Words, shapes: Sequence[Shape], rank: int) -> list[tuple[L
     return [words.all(names[rank - len(shape) :], shape) for shape in shapes]
 
 
-def _call(case: Case, args: Sequence[Any], kwargs: Mapping[str, Any], target: str | None = None) -> Compute:
-    """Call the op with other arguments; its tensors are bound in order."""
-    function = overload(target or case.op.target)
+def _call(case: Case, **changes: Any) -> Compute:
+    """Call the op, some of its arguments replaced; its tensors are bound in order."""
+    function = overload(case.op.target)
+    args, kwargs = case.op.args, case.op.kwargs
+    if changes:
+        given = {one.name: changes.get(one.name, case.argument(one.name)) for one in _schema(case.op.target)}
+        args = tuple(given[one.name] for one in _schema(case.op.target) if not one.kwarg_only)
+        kwargs = {one.name: given[one.name] for one in _schema(case.op.target) if one.kwarg_only}
 
     def compute(values: Sequence[Any]) -> Any:
         rest = iter(values)
@@ -219,15 +262,14 @@ def _bind(value: Any, rest: Any) -> Any:
 def compute_of(case: Case, cut: LocalCut | None) -> Compute:
     """How a part of an op is computed; None for all of it."""
     rule = rule_of(case.op)
-    if cut is None or rule is None or rule.local is None:
-        dropped = signature_of(case).once if cut is not None and not cut.first else frozenset()
-        if dropped:
-            return _without(case, dropped)
-        return _call(case, case.op.args, case.op.kwargs)
-    return rule.local(case, cut)
+    if cut is None or rule is None:
+        return _call(case)
+    if not cut.first:
+        case = _without(case, signature_of(case).once)
+    return _call(case) if rule.local is None else rule.local(case, cut)
 
 
-def _without(case: Case, dropped: frozenset[int]) -> Compute:
+def _without(case: Case, dropped: frozenset[int]) -> Case:
     """The op without some of its tensors, which another part adds."""
     counter = itertools.count()
 
@@ -238,8 +280,8 @@ def _without(case: Case, dropped: frozenset[int]) -> Compute:
             return type(value)(drop(item) for item in value)
         return value
 
-    args = [drop(one) for one in case.op.args]
-    return _call(case, args, {name: drop(one) for name, one in case.op.kwargs.items()})
+    args = tuple(drop(one) for one in case.op.args)
+    return replace(case, op=replace(case.op, args=args, kwargs={k: drop(v) for k, v in case.op.kwargs.items()}))
 
 
 # ---- pointwise ----
@@ -249,18 +291,15 @@ abs add sub mul div neg pow exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal 
 silu elu leaky_relu hardswish hardsigmoid hardtanh mish softplus selu celu erf floor ceil round trunc sign clamp
 clamp_min clamp_max where masked_fill eq ne lt le gt ge and or xor logical_and logical_or logical_not logical_xor
 bitwise_and bitwise_or bitwise_not maximum minimum fmod remainder floor_divide isnan isinf isfinite to _to_copy clone
-contiguous detach type_as zeros_like ones_like full_like empty_like fill rsub addcmul addcdiv lerp square atan2 logit
-log_sigmoid isneginf isposinf nan_to_num float double half bool int long
+contiguous detach zeros_like ones_like full_like empty_like fill rsub addcmul addcdiv lerp square atan2 logit
+log_sigmoid isneginf isposinf nan_to_num expand_as
 """
 
 
-def _linear_reads(case_kind: str) -> frozenset[int] | None:
-    both = frozenset({0, 1})
-    only = frozenset({0})
-    return {
-        "add": both, "sub": both, "neg": only, "mul": only, "div": only, "to": only, "_to_copy": only, "clone": only,
-        "contiguous": only,
-    }.get(case_kind)  # fmt: skip
+_LINEAR = {
+    **dict.fromkeys(("add", "sub"), frozenset({0, 1})),
+    **dict.fromkeys(("neg", "mul", "div", "to", "_to_copy", "clone", "contiguous", "expand_as"), frozenset({0})),
+}
 
 
 def _pointwise(case: Case) -> Signature:
@@ -270,14 +309,18 @@ def _pointwise(case: Case) -> Signature:
 
 
 for _kind in _POINTWISE.split():
-    _RULES[_kind] = Rule(signature=_pointwise, linear_in=_linear_reads(_kind))
+    _RULES[_kind] = Rule(signature=_pointwise, linear_in=_LINEAR.get(_kind))
+for _kind in ("div.Tensor_mode", "div.Scalar_mode", "max.other", "min.other"):
+    _RULES[_kind] = Rule(signature=_pointwise)
 
 
-@_rule("min", "max")
-def _extremes(case: Case) -> Signature:
-    if case.op.target.endswith(".other"):
-        return _pointwise(case)
-    return _along(case, (case.argument(1, "dim", None),), "^")
+@_rule("type_as", "to.other")
+def _typed(case: Case) -> Signature:
+    """The second tensor may have any shape: only its type counts."""
+    words = Words()
+    names = _names(len(case.made))
+    reads = [words.all(names, case.reads[0]), _privates(words, case.reads[1])]
+    return words.signature(reads, [words.all(names, case.made)])
 
 
 # ---- products ----
@@ -303,198 +346,278 @@ def _matmul(case: Case) -> Signature:
     return parse(f"{' '.join(left)}, {' '.join(right)} -> {' '.join(made)}").signature(case.reads, case.makes)
 
 
-def _addmm_local(case: Case, cut: LocalCut) -> Compute:
+def _add_product_local(case: Case, cut: LocalCut) -> Compute:
+    """Only the first part along the summed dim adds what the product is added to."""
     if cut.first:
-        return _call(case, case.op.args, case.op.kwargs)
-    alpha = case.op.kwargs.get("alpha", 1)
+        return _call(case)
+    alpha = case.argument("alpha")
 
     def compute(values: Sequence[Any]) -> Any:
-        product = torch.mm(*values)
+        product = torch.matmul(*values)
         return product if alpha == 1 else alpha * product
 
     return compute
 
 
-@_rule("addmm", local=_addmm_local)
-def _addmm(case: Case) -> Signature:
+@_rule("addmm", "baddbmm", local=_add_product_local)
+def _add_product(case: Case) -> Signature:
     words = Words()
-    bias = words.all(["m", "n"][2 - len(case.reads[0]) :], case.reads[0])
-    return words.signature(
-        [bias, words.all(["m", "k+"], case.reads[1]), words.all(["k+", "n"], case.reads[2])],
-        [words.all(["m", "n"], case.made)],
-        once=[0],
-    )
+    batch = ["b"] if case.op.kind == "baddbmm" else []
+    made = [*batch, "m", "n"]
+    added, left, right = case.reads
+    reads = [
+        words.all(made[len(made) - len(added) :], added),
+        words.all([*batch, "m", "k+"], left),
+        words.all([*batch, "k+", "n"], right),
+    ]
+    return words.signature(reads, [words.all(made, case.made)], once=[0])
 
 
 @_rule("einsum")
 def _einsum(case: Case) -> Signature:
-    left, arrow, right = case.op.args[0].replace(" ", "").partition("->")
-    if not arrow or "." in left or any(len(set(one)) != len(one) for one in left.split(",")):
-        raise RuleError(f"the equation {case.op.args[0]!r} has no rule")
-    words = Words()
-    mark = {letter: letter if letter in right else letter + "+" for letter in left if letter != ","}
-    reads = [words.all([mark[x] for x in one], shape) for one, shape in zip(left.split(","), case.reads, strict=True)]
-    return words.signature(reads, [words.all(list(right), case.made)])
+    equation = case.op.args[0].replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        right = "".join(["..." if "..." in left else "", *sorted(one for one in letters if letters.count(one) == 1)])
+    inputs = [_subscripts(one) for one in left.split(",")]
+    made = _subscripts(right)
+    if any(len(set(one)) != len(one) for one in inputs) or ("*" not in made and any("*" in one for one in inputs)):
+        raise RuleError(f"the equation {equation!r} takes a diagonal or sums over '...', which has no rule")
+    marked = [" ".join(one if one in made else f"{one}+" for one in words) for words in inputs]
+    return parse(f"{', '.join(marked)} -> {' '.join(made)}").signature(case.reads, case.makes)
+
+
+def _subscripts(text: str) -> list[str]:
+    return list(text.replace("...", "*"))
 
 
 def _embedding_local(case: Case, cut: LocalCut) -> Compute:
-    if "v" not in cut.ranges:
-        return _call(case, case.op.args, case.op.kwargs)
-    start, stop = cut.ranges["v"]
-    padding = case.argument(2, "padding_idx", -1)
-    padding = padding - start if start <= padding < stop else -1
+    """Rows that the part does not have are zeros, and so are their gradients."""
+    count = case.reads[0][0]
+    held = cut.positions("v", count)
+    if len(held) == count:
+        return _call(case)
+    padding = (held == case.argument("padding_idx")).nonzero().flatten().tolist()
 
     def compute(values: Sequence[Any]) -> Any:
         weight, index = values
-        outside = (index < start) | (index >= stop)
-        rows = torch.embedding(weight, (index - start).masked_fill(outside, 0), padding)
-        return rows.masked_fill(outside.unsqueeze(-1), 0)
+        local = torch.full((count,), -1, device=index.device)
+        local[held.to(index.device)] = torch.arange(len(held), device=index.device)
+        row = local[index]
+        found = torch.embedding(weight, row.clamp_min(0), padding[0] if padding else -1)
+        return found.masked_fill((row < 0).unsqueeze(-1), 0)
 
     return compute
 
 
 @_rule("embedding", local=_embedding_local)
 def _embedding(case: Case) -> Signature:
-    # Negative padding_idx means none; a padding row gets no gradient from any part.
+    if case.argument("scale_grad_by_freq") or case.argument("sparse"):
+        raise RuleError("gradients that are scaled by frequency, or sparse, depend on all indices")
     return parse("v+ e, * -> * e").signature(case.reads, case.makes)
 
 
-@_rule("conv1d", "conv2d", "conv3d")
+def _conv_local(case: Case, cut: LocalCut) -> Compute:
+    source, weight, *_ = cut.reads
+    channels = source[1 - len(weight)]
+    return _call(case, groups=channels // weight[1])
+
+
+@_rule("conv1d", "conv2d", "conv3d", local=_conv_local)
 def _conv(case: Case) -> Signature:
-    space = " ".join("." for _ in case.made[2:])
-    position = 6
-    if case.argument(position, "groups", 1) != 1:
-        inputs = ", ".join(" ".join("." for _ in shape) for shape in case.reads[1:])
-        return parse(f"b . {space}, {inputs} -> b . {space}").signature(case.reads, case.makes)
-    bias = ", n?" if len(case.reads) == 3 else ""
-    return parse(f"b k+ {space}, n k+ {space}{bias} -> b n {space}").signature(case.reads, case.makes)
+    """The places of the output can be cut only where each has a tile of the input for itself."""
+    words = Words()
+    source, weight, *bias = case.reads
+    groups, count = case.argument("groups"), len(weight) - 2
+    stride, padding, dilation = (_each(case.argument(name), count) for name in ("stride", "padding", "dilation"))
+    group = words.use("g", groups)
+    summed = words.use("k+", weight[1])
+    filters = group + words.use("n", weight[0] // groups)
+    spaces: list[tuple[Letters, Letters, Letters]] = []
+    for i, (size, width, out) in enumerate(zip(source[-count:], weight[2:], case.made[-count:], strict=True)):
+        alone = stride[i] == width and padding[i] == 0 and (dilation[i] == 1 or width == 1) and size == out * width
+        if alone:
+            place, within = words.use(f"s{i}", out), words.use(f"w{i}^", width)
+            spaces.append((place + within, within, place))
+        else:
+            spaces.append((words.private(size), words.private(width), words.private(out)))
+    of_source, of_weight, of_made = zip(*spaces, strict=True)
+    batch = [words.use("b", size) for size in source[: -count - 1]]
+    reads = [(*batch, group + summed, *of_source), (filters, summed, *of_weight), *((filters,) for _ in bias)]
+    return words.signature(reads, [(*batch, filters, *of_made)], once=[2] if bias else [])
 
 
+def _each(value: Any, count: int) -> list[Any]:
+    """An argument of a convolution for each dim of space; 'same' and 'valid' are for all."""
+    listed = list(value) if isinstance(value, tuple | list) else [value]
+    return listed * count if len(listed) == 1 else listed
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def _attention_local(case: Case, cut: LocalCut) -> Compute:
+    """A part of the queries has its own rows of the causal mask."""
+    length = case.reads[0][-2]
+    rows = cut.positions("l", length)
+    if not case.argument("is_causal") or len(rows) == length:
+        return _call(case)
+
+    mask = causal_mask(rows, case.reads[1][-2])
+    return lambda values: _call(case, attn_mask=mask.to(values[0].device), is_causal=False)(values)
+
+
+def causal_mask(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Which of so many keys the queries at these positions see."""
+    return torch.arange(length) <= rows.unsqueeze(1)
+
+
+@_rule(_ATTENTION, local=_attention_local)
 def _attention(case: Case) -> Signature:
     words = Words()
     q, k, v, *mask = case.reads
-    causal = bool(case.argument(5, "is_causal", False))
-    grouped = bool(case.argument(7, "enable_gqa", False))
     leading = len(case.made) - 2
-    names = [*_names(leading - 1), "h"] if leading else []
-    tail = {"q": ["l^" if causal else "l", "e^"], "k": ["s^", "e^"], "v": ["s^", "f"]}
-    reads = []
-    for which, shape in (("q", q), ("k", k), ("v", v)):
-        own = len(shape) - 2
-        heads = names[len(names) - own :]
-        lead = list(words.all(heads, shape[:own])) if not grouped else list(words.all(heads[:-1], shape[: own - 1]))
-        if grouped:  # query heads are groups that share a key-value head
-            group = k[-3]
-            lead.append(words.use("h", group) + (words.use("g", shape[-3] // group) if which == "q" else ()))
-        reads.append((*lead, *words.all(tail[which], shape[own:])))
-    for shape in mask:
-        full = [*names, *(["l^"] if causal else ["l"]), "s^"]
-        if grouped and len(shape) > 2 and shape[-3] > 1:
-            raise RuleError("a mask for each head with grouped heads")
-        reads.append(words.all(full[len(full) - len(shape) :], shape))
-    made = (*reads[0][:-1], reads[2][-1])
-    return words.signature(reads, [made])
+    names = [*_names(leading - 1), "h"][:leading]
+    grouped = leading > 0 and bool(case.argument("enable_gqa"))
+    if grouped and k[-3] != v[-3]:
+        raise RuleError("keys and values have different numbers of heads")
+
+    def heads(size: int) -> Letters:  # a group of query heads shares a head of keys and values
+        shared = k[-3] if grouped and size > 1 else size
+        return words.use("h", shared) + words.use("g", size // max(shared, 1))
+
+    def letters(shape: Shape, tail: Sequence[str]) -> tuple[Letters, ...]:
+        outer, inner = shape[:-2], shape[-2:]
+        lead = zip(names[leading - len(outer) :], outer, strict=True)
+        of_outer = [heads(size) if name == "h" else words.use(name, size) for name, size in lead]
+        return (*of_outer, *words.all(tail[2 - len(inner) :], inner))
+
+    reads = [letters(q, ("l", "e^")), letters(k, ("s^", "e^")), letters(v, ("s^", "f"))]
+    reads += [letters(shape, ("l", "s^")) for shape in mask]
+    return words.signature(reads, [letters(case.made, ("l", "f"))])
 
 
-_rule("scaled_dot_product_attention")(_attention)
+_rule(f"{_ATTENTION}.dropout", positional=True)(_attention)
 
 
 # ---- along a dim ----
 
 
-def _dims(case: Case, given: Any, rank: int) -> set[int]:
+def _dims(given: Any, rank: int) -> set[int]:
     """The dims that an argument names; all of them for none."""
     if given is None or given == []:
         return set(range(rank))
     listed = given if isinstance(given, tuple | list) else [given]
-    return {dim % rank for dim in listed} if rank else set()
+    return {_dim(dim, rank) for dim in listed} if rank else set()
 
 
-def _along(case: Case, given: Any, mark: str) -> Signature:
+def _dim(given: int, rank: int) -> int:
+    """A dim, counted from the front; a scalar has a dim 0 for this."""
+    return given % max(rank, 1)
+
+
+def _along(case: Case, mark: str) -> Signature:
     """An op along some dims that keeps, drops or shrinks them."""
     words = Words()
-    (shape, *others) = case.reads
-    dims = _dims(case, given[0] if isinstance(given, tuple) else given, len(shape))
+    (shape,) = case.reads
+    dims = _dims(case.argument("dims" if case.op.kind == "flip" else "dim"), len(shape))
     names = [f"d{i}{mark}" if i in dims else f"d{i}" for i in range(len(shape))]
-    read = words.all(names, shape)
-    made: list[tuple[Letters, ...] | None] = []
-    for out in case.makes:
-        if out is None:
-            made.append(None)
-        elif len(out) == len(shape):
-            kept = [
-                words.use(names[i], size)
-                if i not in dims or (mark == "^" and size == shape[i])
-                else words.private(size)
-                for i, size in enumerate(out)
-            ]
-            made.append(tuple(kept))
-        else:
-            rest = [names[i] for i in range(len(shape)) if i not in dims]
-            made.append(words.all(rest, out))
-    return words.signature([read, *(_privates(words, one) for one in others)], made)
+
+    def made(out: Shape) -> tuple[Letters, ...]:
+        if len(out) != len(shape):
+            return words.all([name for i, name in enumerate(names) if i not in dims], out)
+        kept = [i not in dims or (mark == "^" and size == shape[i]) for i, size in enumerate(out)]
+        return words.all([name if keep else "." for name, keep in zip(names, kept, strict=True)], out)
+
+    return words.signature([words.all(names, shape)], [None if out is None else made(out) for out in case.makes])
 
 
-def _keep(position: int) -> Callable[[Case], Signature]:
-    return lambda case: _along(case, (case.argument(position, "dim", -1),), "^")
+@_rule(
+    *("softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "logsumexp", "min", "max"),
+    *("amax", "amin", "argmax", "argmin", "all", "any", "var", "std", "prod"),
+)
+def _whole_along(case: Case) -> Signature:
+    return _along(case, "^")
 
 
-for _kind in ("softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "logsumexp"):
-    _RULES[_kind] = Rule(signature=_keep(2 if _kind == "topk" else 1))
+def _summed(case: Case) -> Signature:
+    return _along(case, "+")
 
 
-@_rule("amax", "amin", "argmax", "argmin", "all", "any", "var", "std", "prod")
-def _reduce_whole(case: Case) -> Signature:
-    return _along(case, (case.argument(1, "dim", None),), "^")
-
-
-def _sum_signature(case: Case) -> Signature:
-    return _along(case, (case.argument(1, "dim", None),), "+")
-
-
-_RULES["sum"] = Rule(signature=_sum_signature, linear_in=frozenset({0}))
+_RULES["sum"] = Rule(signature=_summed, linear_in=frozenset({0}))
 
 
 def _mean_local(case: Case, cut: LocalCut) -> Compute:
     """A part of a mean is the sum of its part over the number of all."""
-    dims = case.argument(1, "dim", None)
-    keep = bool(case.argument(2, "keepdim", False))
-    over = sorted(_dims(case, dims, len(case.reads[0])))
+    over = sorted(_dims(case.argument("dim"), len(case.reads[0])))
     if all(cut.reads[0][dim] == case.reads[0][dim] for dim in over):
-        return _call(case, case.op.args, case.op.kwargs)
+        return _call(case)
     count = math.prod(case.reads[0][dim] for dim in over)
-    return lambda values: values[0].sum(over, keepdim=keep) / count
+    keep, dtype = bool(case.argument("keepdim")), case.argument("dtype")
+    return lambda values: values[0].sum(over, keepdim=keep, dtype=dtype) / count
 
 
-_RULES["mean"] = Rule(signature=_sum_signature, local=_mean_local, linear_in=frozenset({0}))
+_RULES["mean"] = Rule(signature=_summed, local=_mean_local, linear_in=frozenset({0}))
 
 
 @_rule("layer_norm", "rms_norm")
 def _layer_norm(case: Case) -> Signature:
-    count = len(case.op.args[1])
     words = Words()
     rank = len(case.made)
-    names = [f"d{i}" if i < rank - count else f"d{i}^" for i in range(rank)]
+    free = rank - len(case.argument("normalized_shape"))
+    names = [f"d{i}" if i < free else f"d{i}^" for i in range(rank)]
     reads = [words.all(names[rank - len(shape) :], shape) for shape in case.reads]
     return words.signature(reads, [words.all(names, case.made)])
 
 
-@_rule("batch_norm")
+@_rule("batch_norm", "instance_norm")
 def _batch_norm(case: Case) -> Signature:
+    """With statistics of the input, all that is averaged must be there, also for the running average."""
     words = Words()
-    training = bool(case.op.args[5])
-    mark = "^" if training else ""
-    names = ["b" + mark, "c", *(f"s{i}{mark}" for i in range(len(case.made) - 2))]
+    by_batch = case.op.kind == "batch_norm"
+    from_input = bool(case.argument("training" if by_batch else "use_input_stats"))
+    batch = "b^" if from_input and (by_batch or case.argument("running_mean") is not None) else "b"
+    names = [batch, "c", *(f"s{i}^" if from_input else f"s{i}" for i in range(len(case.made) - 2))]
     reads = [words.all(names, case.reads[0]), *(words.all(["c"], shape) for shape in case.reads[1:])]
     return words.signature(reads, [words.all(names, case.made)])
 
 
-@_rule("group_norm", "instance_norm")
+def _group_norm_local(case: Case, cut: LocalCut) -> Compute:
+    channels = case.reads[0][1] // case.argument("num_groups")
+    return _call(case, num_groups=cut.reads[0][1] // channels)
+
+
+@_rule("group_norm", local=_group_norm_local)
 def _group_norm(case: Case) -> Signature:
     words = Words()
-    names = ["b", *(f"s{i}^" for i in range(len(case.made) - 1))]
-    reads = [words.all(names, case.reads[0]), *(words.all(["s0^"], shape) for shape in case.reads[1:])]
-    return words.signature(reads, [words.all(names, case.made)])
+    groups = case.argument("num_groups")
+    batch, count, *space = case.made
+    channels = words.use("g", groups) + words.use("c^", count // groups)
+    made = (words.use("b", batch), channels, *words.all([f"s{i}^" for i in range(len(space))], tuple(space)))
+    return words.signature([made, *((channels,) for _ in case.reads[1:])], [made])
+
+
+def _loss_local(case: Case, cut: LocalCut) -> Compute:
+    """A part of a mean is the sum of its part over the number of all."""
+    if case.argument("reduction") != _MEAN:
+        return _call(case)
+    total, count = _call(case, reduction=_SUM), math.prod(torch.broadcast_shapes(*case.reads))
+    return lambda values: total(values) / count
+
+
+@_rule(
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    local=_loss_local,
+)
+def _pointwise_loss(case: Case) -> Signature:
+    if case.argument("reduction") not in (_MEAN, _SUM):
+        return _pointwise(case)
+    words = Words()
+    rank = max(len(shape) for shape in case.reads)
+    names = [f"d{i}+" for i in range(rank)]
+    return words.signature([words.all(names[rank - len(shape) :], shape) for shape in case.reads], [()])
 
 
 @_rule("cross_entropy_loss", "nll_loss_nd", "nll_loss")
@@ -502,17 +625,17 @@ def _cross_entropy(case: Case) -> Signature:
     """A sum over rows, or a value for each; the mean was turned into a sum and a division when it was captured."""
     words = Words()
     scores, target, *weight = case.reads
-    reduction = case.argument(3, "reduction", 1)
-    if reduction == 1:
+    reduction = case.argument("reduction")
+    if reduction == _MEAN:
         raise RuleError("the mean depends on how many targets are ignored")
-    mark = "+" if reduction == 2 else ""
+    mark = "+" if reduction == _SUM else ""
     rows = [f"b{mark}"] if len(scores) > 1 else []
     space = [f"s{i}{mark}" for i in range(len(scores) - 2)]
     by_class = [*rows, "c^", *space]
     plain = [*rows, *space]
     reads = [words.all(by_class, scores), words.all(by_class if len(target) == len(scores) else plain, target)]
     reads += [words.all(["c^"], one) for one in weight]
-    return words.signature(reads, [words.all(plain, case.made) if reduction == 0 else ()])
+    return words.signature(reads, [() if reduction == _SUM else words.all(plain, case.made)])
 
 
 @_rule(
@@ -539,93 +662,92 @@ def _pool(case: Case) -> Signature:
 # ---- views ----
 
 
+_FIRST = frozenset({0})
+
+
 def _regroup_local(case: Case, cut: LocalCut) -> Compute:
-    shape = cut.makes[0]
-    assert shape is not None
-    return lambda values: values[0].reshape(shape)
+    return lambda values: values[0].reshape(cut.made)
 
 
 @_rule(
-    *("view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze", "view_as", "reshape_as"),
+    *("view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"),
     local=_regroup_local,
-    linear_in=frozenset({0}),
+    linear_in=_FIRST,
 )
 def _regroup(case: Case) -> Signature:
+    if case.argument("dtype") is not None:
+        raise RuleError("a view of another type has other elements")
     words = Words()
-    if case.op.kind.endswith("_as") or len(case.reads) != 1:
-        raise RuleError("the shape comes from another tensor")
     return words.signature([_privates(words, case.reads[0])], [_privates(words, case.made)], regroups=True)
 
 
-@_rule("permute", "transpose", "t", "movedim", "swapaxes", "mT", "numpy_T")
+@_rule("permute", "transpose", "t", "movedim", "swapaxes", "mT", "numpy_T", linear_in=_FIRST)
 def _permute(case: Case) -> Signature:
     words = Words()
-    rank = len(case.made)
-    names = _names(rank)
+    names = _names(len(case.made))
+    made = [names[i] for i in _order(case, len(names))]
+    return words.signature([words.all(names, case.reads[0])], [words.all(made, case.made)])
+
+
+def _order(case: Case, rank: int) -> list[int]:
+    """For each dim of the output, the dim of the input that it is."""
+    order = list(range(rank))
     if case.op.kind == "permute":
-        order = [dim % rank for dim in case.argument(1, "dims")]
-    elif case.op.kind in ("transpose", "swapaxes"):
-        one, other = case.argument(1, "dim0") % rank, case.argument(2, "dim1") % rank
-        order = list(range(rank))
+        return [_dim(dim, rank) for dim in case.argument("dims")]
+    if case.op.kind == "movedim":
+        source, target = ([_dim(dim, rank) for dim in _listed(case.argument(n))] for n in ("source", "destination"))
+        rest = iter(dim for dim in order if dim not in source)
+        return [source[target.index(dim)] if dim in target else next(rest) for dim in order]
+    if case.op.kind in ("t", "numpy_T"):
+        return order[::-1]
+    pair = {"transpose": ("dim0", "dim1"), "swapaxes": ("axis0", "axis1")}.get(case.op.kind)
+    one, other = (_dim(case.argument(name), rank) for name in pair) if pair else (rank - 1, rank - 2)
+    if rank:
         order[one], order[other] = other, one
-    elif case.op.kind in ("t", "numpy_T"):
-        order = list(reversed(range(rank)))
-    elif case.op.kind == "mT":
-        order = [*range(rank - 2), rank - 1, rank - 2]
-    else:
-        raise RuleError("movedim has no rule")
-    return words.signature([words.all(names, case.reads[0])], [words.all([names[i] for i in order], case.made)])
+    return order
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
 
 
 def _expand_local(case: Case, cut: LocalCut) -> Compute:
-    shape = cut.makes[0]
-    assert shape is not None
-    return lambda values: values[0].expand(shape)
+    return lambda values: values[0].expand(cut.made)
 
 
-@_rule("expand", "expand_as", "broadcast_to", local=_expand_local)
-def _expand(case: Case) -> Signature:
-    if case.op.kind == "expand_as":
-        raise RuleError("the shape comes from another tensor")
-    return _pointwise(case)
+_rule("expand", "broadcast_to", local=_expand_local, linear_in=_FIRST)(_pointwise)
 
 
 def _repeat_local(case: Case, cut: LocalCut) -> Compute:
-    shape = cut.makes[0]
-    assert shape is not None
-    padded = (1,) * (len(shape) - len(cut.reads[0])) + cut.reads[0]
-    repeats = [out // size for out, size in zip(shape, padded, strict=True)]
+    padded = (1,) * (len(cut.made) - len(cut.reads[0])) + cut.reads[0]
+    repeats = [out // max(size, 1) for out, size in zip(cut.made, padded, strict=True)]
     return lambda values: values[0].repeat(repeats)
 
 
-@_rule("repeat", local=_repeat_local)
+@_rule("repeat", local=_repeat_local, linear_in=_FIRST)
 def _repeat(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
-    offset = rank - len(case.reads[0])
-    padded = (1,) * offset + case.reads[0]
-    made = [words.use(f"r{i}", case.made[i] // size) + words.use(f"d{i}", size) for i, size in enumerate(padded)]
-    return words.signature([words.all(_names(rank)[offset:], case.reads[0])], [tuple(made)])
+    padded = (1,) * (rank - len(case.reads[0])) + case.reads[0]
+    repeats = case.argument("repeats")
+    made = tuple(words.use(f"r{i}", repeats[i]) + words.use(f"d{i}", size) for i, size in enumerate(padded))
+    return words.signature([words.all(_names(rank)[rank - len(case.reads[0]) :], case.reads[0])], [made])
 
 
 def _repeat_interleave_local(case: Case, cut: LocalCut) -> Compute:
-    dim = case.argument(2, "dim")
-    shape = cut.makes[0]
-    assert shape is not None
-    return lambda values: values[0].repeat_interleave(shape[dim] // cut.reads[0][dim], dim)
+    dim = case.argument("dim")
+    return lambda values: values[0].repeat_interleave(cut.made[dim] // max(cut.reads[0][dim], 1), dim)
 
 
-@_rule("repeat_interleave", local=_repeat_interleave_local)
+@_rule("repeat_interleave", local=_repeat_interleave_local, linear_in=_FIRST)
 def _repeat_interleave(case: Case) -> Signature:
-    repeats, dim = case.argument(1, "repeats"), case.argument(2, "dim")
+    repeats, dim = case.argument("repeats"), case.argument("dim")
     if not isinstance(repeats, int) or dim is None:
         raise RuleError("only a number of repeats along a dim has a rule")
     words = Words()
-    rank = len(case.made)
-    names = _names(rank)
-    made = []
-    for i, size in enumerate(case.reads[0]):
-        made.append(words.use(names[i], size) + (words.use("r", repeats) if i == dim % rank else ()))
+    names = _names(len(case.made))
+    made = list(words.all(names, case.reads[0]))
+    made[dim] += words.use("r", repeats)
     return words.signature([words.all(names, case.reads[0])], [tuple(made)])
 
 
@@ -637,67 +759,108 @@ def _except(case: Case, dims: set[int], rank: int) -> Signature:
     return words.signature(reads, [None if one is None else words.all(names, one) for one in case.makes])
 
 
-@_rule("slice", "narrow", "diff", "slice_scatter", "roll", "tril", "triu")
-def _window(case: Case) -> Signature:
+@_rule("tril", "triu", linear_in=_FIRST)
+def _triangle(case: Case) -> Signature:
     rank = len(case.made)
-    if case.op.kind in ("tril", "triu"):
-        return _except(case, {rank - 2, rank - 1}, rank)
-    if case.op.kind == "roll":
-        return _except(case, _dims(case, case.argument(2, "dims", None), rank), rank)
-    position, default = {"diff": (2, -1), "slice_scatter": (2, 0)}.get(case.op.kind, (1, 0))
-    dim = case.argument(position, "dim", default) % rank
-    if case.op.kind == "slice" and case.made == case.reads[0]:
-        return _pointwise(case)
-    return _except(case, {dim}, rank)
+    return _except(case, {rank - 2, rank - 1}, rank)
 
 
-@_rule("select", "unbind")
+@_rule("roll", linear_in=_FIRST)
+def _roll(case: Case) -> Signature:
+    rank = len(case.made)
+    return _except(case, _dims(case.argument("dims"), rank), rank)
+
+
+@_rule("diff", "slice_scatter")
+def _neighbours(case: Case) -> Signature:
+    rank = len(case.made)
+    return _except(case, {_dim(case.argument("dim"), rank)}, rank)
+
+
+def _window(case: Case) -> tuple[int, int, int]:
+    """The dim that is sliced, where the slice starts and its length."""
+    dim = _dim(case.argument("dim"), len(case.made))
+    start, size = case.argument("start") or 0, case.reads[0][dim]
+    return dim, min(max(start + size if start < 0 else start, 0), size), case.made[dim]
+
+
+def _in_blocks(words: Words, names: Sequence[str], shape: Shape, dim: int, count: int) -> tuple[Letters, ...]:
+    """The words of a tensor of which one dim is so many equal blocks: what is cut is each block."""
+    letters = [() if i == dim else words.use(names[i], size) for i, size in enumerate(shape)]
+    letters[dim] = words.use("part^", count) + words.use(names[dim], shape[dim] // count)
+    return tuple(letters)
+
+
+def _slice_local(case: Case, cut: LocalCut) -> Compute:
+    dim, start, length = _window(case)
+    width = cut.made[dim]
+    if width == length:
+        return _call(case)
+    return lambda values: values[0].narrow(dim, start // length * width, width)
+
+
+@_rule("slice", "narrow", local=_slice_local, linear_in=_FIRST)
+def _slice(case: Case) -> Signature:
+    """One of several equal blocks, as a third of queries, keys and values is, can be cut inside of it."""
+    if len(case.reads) > 1:
+        raise RuleError("where it starts is in a tensor")
+    dim, start, length = _window(case)
+    size = case.reads[0][dim]
+    if length == 0 or start % length or size % length or case.argument("step") not in (None, 1):
+        return _except(case, {dim}, len(case.made))
+    words = Words()
+    names = _names(len(case.made))
+    return words.signature(
+        [_in_blocks(words, names, case.reads[0], dim, size // length)], [words.all(names, case.made)]
+    )
+
+
+@_rule("select", "unbind", linear_in=_FIRST)
 def _select(case: Case) -> Signature:
     words = Words()
     shape = case.reads[0]
-    dim = case.argument(1, "dim", 0) % len(shape)
-    names = _names(len(shape))
-    read = words.all([*names[:dim], ".", *names[dim + 1 :]], shape)
-    rest = [*names[:dim], *names[dim + 1 :]]
-    return words.signature([read], [None if one is None else words.all(rest, one) for one in case.makes])
+    dim = _dim(case.argument("dim"), len(shape))
+    names = [name if i != dim else "." for i, name in enumerate(_names(len(shape)))]
+    rest = [name for name in names if name != "."]
+    return words.signature([words.all(names, shape)], [_with(words, rest, one) for one in case.makes])
 
 
 @_rule("select_scatter")
 def _select_scatter(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
-    dim = case.argument(2, "dim") % rank
-    names = [*_names(rank)[:dim], ".", *_names(rank)[dim + 1 :]]
+    dim = _dim(case.argument("dim"), rank)
+    names = [name if i != dim else "." for i, name in enumerate(_names(rank))]
     rest = [name for name in names if name != "."]
     reads = [words.all(names, case.reads[0]), words.all(rest, case.reads[1])]
     return words.signature(reads, [words.all(names, case.made)])
 
 
+def _blocks(case: Case, dim: int) -> int:
+    """How many equal blocks a dim is split into; 0 if they are not equal."""
+    sizes = {one[dim] for one in case.makes if one is not None}
+    return len(case.makes) if len(sizes) == 1 and sizes.pop() * len(case.makes) == case.reads[0][dim] else 0
+
+
 def _chunks_local(case: Case, cut: LocalCut) -> Compute:
-    dim = case.argument(2, "dim", 0) % len(case.reads[0])
-    sizes = [None if one is None else one[dim] for one in cut.makes]
-    known = next(size for size in sizes if size is not None)
-    count = cut.reads[0][dim] // known
-    if all(size in (None, known) for size in sizes) and count == len(sizes):
-        return lambda values: torch.split(values[0], known, dim)
-    return _call(case, case.op.args, case.op.kwargs)
+    dim = _dim(case.argument("dim"), len(case.reads[0]))
+    if cut.reads[0][dim] == case.reads[0][dim]:
+        return _call(case)
+    width = cut.reads[0][dim] // _blocks(case, dim)
+    return lambda values: torch.split(values[0], width, dim)
 
 
-@_rule("split", "chunk", "split_with_sizes", local=_chunks_local)
+@_rule("split", "chunk", "split_with_sizes", local=_chunks_local, linear_in=_FIRST)
 def _chunks(case: Case) -> Signature:
     words = Words()
-    shape = case.reads[0]
-    rank = len(shape)
-    dim = case.argument(2, "dim", 0) % rank
-    names = _names(rank)
-    sizes = {one[dim] for one in case.makes if one is not None}
-    even = len(sizes) == 1 and next(iter(sizes)) * len(case.makes) == shape[dim]
-    if not even:
+    (shape,) = case.reads
+    dim = _dim(case.argument("dim"), len(shape))
+    names = _names(len(shape))
+    count = _blocks(case, dim)
+    if not count:
         names[dim] = "."
-        return words.signature([words.all(names, shape)], [_with(words, names, one) for one in case.makes])
-    read = list(words.all(names, (*shape[:dim], 1, *shape[dim + 1 :])))
-    read[dim] = words.use("part^", len(case.makes)) + words.use(names[dim], next(iter(sizes)))
-    return words.signature([tuple(read)], [_with(words, names, one) for one in case.makes])
+    read = _in_blocks(words, names, shape, dim, count) if count else words.all(names, shape)
+    return words.signature([read], [_with(words, names, one) for one in case.makes])
 
 
 def _with(words: Words, names: Sequence[str], shape: Shape | None) -> tuple[Letters, ...] | None:
@@ -708,26 +871,22 @@ def _with(words: Words, names: Sequence[str], shape: Shape | None) -> tuple[Lett
 def _cat(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
-    dim = case.argument(1, "dim", 0) % rank
+    dim = _dim(case.argument("dim"), rank)
     names = _names(rank)
-    if any(len(shape) != rank for shape in case.reads):
-        raise RuleError("an empty tensor is concatenated")
-    if len({shape[dim] for shape in case.reads}) > 1:
+    even = len({shape[dim : dim + 1] for shape in case.reads}) == 1
+    if not even:
         names[dim] = "."
-        return words.signature([words.all(names, shape) for shape in case.reads], [words.all(names, case.made)])
     reads = [words.all(names, shape) for shape in case.reads]
-    made = list(words.all(names, (*case.made[:dim], 1, *case.made[dim + 1 :])))
-    made[dim] = words.use("part^", len(case.reads)) + words.use(names[dim], case.reads[0][dim])
-    return words.signature(reads, [tuple(made)])
+    made = _in_blocks(words, names, case.made, dim, len(reads)) if even else words.all(names, case.made)
+    return words.signature(reads, [made])
 
 
 @_rule("stack")
 def _stack(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
-    dim = case.argument(1, "dim", 0) % rank
-    names = _names(rank)
-    names[dim] = "."
+    dim = _dim(case.argument("dim"), rank)
+    names = [name if i != dim else "." for i, name in enumerate(_names(rank))]
     rest = [name for name in names if name != "."]
     return words.signature([words.all(rest, shape) for shape in case.reads], [words.all(names, case.made)])
 
@@ -735,41 +894,53 @@ def _stack(case: Case) -> Signature:
 @_rule("pad", "constant_pad_nd")
 def _pad(case: Case) -> Signature:
     rank = len(case.made)
-    padding = case.argument(1, "pad")
+    padding = case.argument("pad")
     padded = {rank - 1 - i // 2 for i, width in enumerate(padding) if width}
     return _except(case, padded, rank)
 
 
 @_rule("gather", "take_along_dim")
 def _gather(case: Case) -> Signature:
+    """Along the dim that is picked from, and where the source is larger than the index, the source is whole."""
     words = Words()
     source, index = case.reads
     rank = len(index)
-    dim = case.argument(1, "dim") % rank
-    free = [i != dim and source[i] == index[i] for i in range(rank)]
-    names = [f"d{i}" if free[i] else "." for i in range(rank)]
-    by_index = [f"d{i}" if free[i] or i == dim else "." for i in range(rank)]
-    reads = [words.all(names, source), words.all(by_index, index)]
-    return words.signature(reads, [words.all(by_index, case.made)])
+    if case.argument("dim") is None:
+        raise RuleError("the source is flattened")
+    dim = _dim(case.argument("dim"), rank)
+    broadcasts = case.op.kind == "take_along_dim"
+    free = [i != dim and (broadcasts or source[i] == index[i]) for i in range(rank)]
+    of_source = [f"d{i}" if free[i] else "." for i in range(rank)]
+    of_index = [f"d{i}" if free[i] or i == dim else "." for i in range(rank)]
+    return words.signature([words.all(of_source, source), words.all(of_index, index)], [words.all(of_index, case.made)])
+
+
+@_rule("index_select")
+def _index_select(case: Case) -> Signature:
+    words = Words()
+    rank = len(case.made)
+    dim = _dim(case.argument("dim"), rank)
+    names = _names(rank)
+    of_source = [name if i != dim else "." for i, name in enumerate(names)]
+    picked = words.all(names[dim : dim + len(case.reads[1])], case.reads[1])
+    return words.signature([words.all(of_source, case.reads[0]), picked], [words.all(names, case.made)])
 
 
 @_rule("index")
 def _index(case: Case) -> Signature:
     words = Words()
-    indices = case.op.args[1]
     source, *index_shapes = case.reads
-    positions = [i for i, one in enumerate(indices) if one is not None]
-    if positions != list(range(positions[0], positions[0] + len(positions))) or any(
-        isinstance(one, Ref) is False for one in indices if one is not None
-    ):
-        raise RuleError("indices that are not side by side have no rule")
-    first, count = positions[0], len(positions)
+    if "bool" in case.dtypes[1:]:
+        raise RuleError("how much a mask picks depends on its values")
+    positions = [i for i, one in enumerate(case.argument("indices")) if one is not None]
+    side_by_side = positions == list(range(positions[0], positions[0] + len(positions)))
+    first = positions[0] if side_by_side else 0
     rank = max(len(shape) for shape in index_shapes)
     picked = [f"i{j}" for j in range(rank)]
-    outer = [f"d{i}" if not first <= i < first + count else "." for i in range(len(source))]
-    reads = [words.all(outer, source), *(words.all(picked[rank - len(shape) :], shape) for shape in index_shapes)]
-    made = [*outer[:first], *picked, *outer[first + count :]]
-    return words.signature(reads, [words.all(made, case.made)])
+    of_source = ["." if i in positions else f"d{i}" for i in range(len(source))]
+    kept = [name for name in of_source if name != "."]
+    reads = [words.all(of_source, source), *(words.all(picked[rank - len(shape) :], shape) for shape in index_shapes)]
+    return words.signature(reads, [words.all([*kept[:first], *picked, *kept[first:]], case.made)])
 
 
 # ---- tensors out of nothing ----
@@ -783,10 +954,7 @@ def _creator(case: Case) -> Signature:
 
 
 def _filled_local(case: Case, cut: LocalCut) -> Compute:
-    shape = list(cut.makes[0] or ())
-    args = list(case.op.args)
-    args[1 if case.op.kind.startswith("new_") else 0] = shape
-    return _call(case, args, case.op.kwargs)
+    return _call(case, size=list(cut.made))
 
 
 for _kind in ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"):

@@ -6,8 +6,8 @@ devices that differ only in some of their coordinates, so that it does not matte
 different devices, a collective before or after the sends may save some of them. Whatever is found is measured against
 the reference lowering and taken only if it moves no more.
 
-In here a box is a tuple of int ranges, a block: shares are scaled to whole numbers and come last. Fractions are too slow
-for a search.
+In here a box is a tuple of int ranges, a block: shares are scaled to whole numbers and come last. Fractions are too
+slow for a search.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _Groups = tuple[tuple[int, ...], ...]
 _Placed = tuple[tuple[int, _Block], ...]
 """Blocks on devices."""
 
-_MOST_STATES = 300
-"""The search gives up after so many; layouts with up to three axes need far fewer."""
+_MOST_BLOCKS = 1280
+"""The search gives up after states with so many in all: 40 states of 32 devices.
+
+Of all pairs of layouts with up to two axes, none needs more than 33; to see that there is no way can take hundreds.
+"""
 
 _LOCAL_LATENCIES = 0.01
 """A local copy's time, in latencies of a message: enough to prefer fewer of them."""
@@ -76,7 +79,7 @@ class _Price:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class _Cost:
-    """What counts first is how much arrives in all; only then the time."""
+    """In the order in which they count against the reference: how much arrives in all, and the time."""
 
     elements: int = 0
     time_s: float = 0.0
@@ -97,25 +100,24 @@ class _Move:
     def cost(self, price: _Price) -> _Cost:
         if self.kind is Kind.LOCAL:
             return _Cost(time_s=_LOCAL_LATENCIES * price.latency_s)
-        total, most = 0, 0.0
+        elements, most = 0, 0.0
         for group in self.groups:
-            for position in group:
-                received = self._received(position, len(group))
-                total += round(received * len(group))
-                most = max(most, received)
-        # The share of one device in an all-reduce may be a fraction of an element; that of its group is whole.
-        return _Cost(elements=total // len(self.groups[0]), time_s=price.latency_s + most * price.element_s)
+            if self.kind is Kind.ALL_REDUCE:
+                total = 2 * (len(group) - 1) * _size(self.after[group[0]])
+                elements += total
+                most = max(most, total / len(group))
+            else:
+                received = [self._received(position, len(group)) for position in group]
+                elements += sum(received)
+                most = max(most, *received)
+        return _Cost(elements=elements, time_s=price.latency_s + most * price.element_s)
 
-    def _received(self, position: int, count: int) -> float:
-        before, after = self.before[position], self.after[position]
-        match self.kind:
-            case Kind.ALL_REDUCE:
-                return 2 * (count - 1) * _size(after) / count
-            case Kind.REDUCE_SCATTER:
-                return (count - 1) * _size(after)
-            case _:
-                common = _intersect(before, after)
-                return _size(after) - (_size(common) if common else 0)
+    def _received(self, position: int, count: int) -> int:
+        after = self.after[position]
+        if self.kind is Kind.REDUCE_SCATTER:
+            return (count - 1) * _size(after)
+        common = _intersect(self.before[position], after)
+        return _size(after) - (_size(common) if common else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +141,24 @@ class _Route:
     last: tuple[_Move, ...] = ()
 
 
+class _Sums:
+    """Which blocks are sums of shares that the source has.
+
+    Only of other blocks may the value be given to their first sub-share: the sub-shares of a sum have values already.
+    """
+
+    def __init__(self, held: _Placed) -> None:
+        self._held = tuple({block for _, block in held})
+        self._known: dict[_Block, bool] = {}
+
+    def is_sum(self, block: _Block) -> bool:
+        if block not in self._known:
+            self._known[block] = any(
+                not _covers(other[-1], block[-1]) and _intersect(other, block) is not None for other in self._held
+            )
+        return self._known[block]
+
+
 class _Lowering:
     """One pair of layouts, in whole numbers."""
 
@@ -149,22 +169,29 @@ class _Lowering:
         self._boxes: dict[_Block, Box] = {}
         self._held = self._placed(source)
         self._wanted = self._placed(target)
-        self._value = len(self._held[0][1]) - 1 if self._held else 0
+        self._merged = _merged(self._held)
+        self._sums = _Sums(self._held)
+        self._value = len(self._wanted[0][1]) - 1
 
     def steps(self) -> tuple[Step, ...]:
         """The best steps."""
         reference = self._reference_cost()
         if reference is None:
             return lower_reference(self._source, self._target)
-        before, after = _merged(self._held), _merged(self._wanted, slices=True)
+        before, after = _one_each(self._merged), _one_each(_hulls(self._wanted, self._sums))
         route: _Route | None = None
+        least = 0
         if before is not None and after is not None and before.keys() == after.keys():
-            route = self._search(tuple(before.values()), tuple(after.values()), reference.elements)
-        if route is None:
-            route = self._with_sends(before, after)
-        if route is None or reference < route.cost:
+            start, goal = tuple(before.values()), tuple(after.values())
+            least = sum(map(_lacking, start, goal))
+            route = self._search(start, goal, reference.elements)
+        if route is None or route.cost.elements > least:
+            other = self._with_sends(before, after, reference.elements)
+            if route is None or (other is not None and other.cost.time_s < route.cost.time_s):
+                route = other
+        if route is None or reference <= route.cost:
             return lower_reference(self._source, self._target)
-        return self._emit(route, before, after)
+        return self._emit(route, after)
 
     # --- In and out of whole numbers -------------------------------------------------------------------------------
 
@@ -200,74 +227,86 @@ class _Lowering:
     def _sends_cost(self, held: _Placed, wanted: _Placed) -> _Cost | None:
         """What the reference's sends cost between layouts without overlaps; None if they do not suffice."""
         there = set(held)
-        distinct = {block for _, block in held}
-        arrivals: set[tuple[int, _Block]] = set()
-        for device, block in wanted:
-            if (device, block) in there:
-                continue
+        replicas: dict[_Block, list[int]] = {}
+        for device, block in held:
+            replicas.setdefault(block, []).append(device)
+        origins: dict[tuple[int, _Block], int] = {}
+        for turn, (device, block) in enumerate(placed for placed in wanted if placed not in there):
             volume = 0
-            for other in distinct:
+            for other, devices in replicas.items():
                 if (common := _intersect(block, other)) is not None:
                     volume += _volume(common)
-                    if (device, other) not in there:
-                        arrivals.add((device, common))
+                    if device not in devices:
+                        origins.setdefault((device, common), devices[turn % len(devices)])
             if volume != _volume(block):
                 return None
-        times: dict[int, float] = {}
-        for device, block in arrivals:
-            time_s = self._price.latency_s + _size(block) * self._price.element_s
-            times[device] = times.get(device, 0.0) + time_s
-        return _Cost(elements=sum(_size(block) for _, block in arrivals), time_s=max(times.values(), default=0.0))
+        return _Cost(elements=sum(_size(block) for _, block in origins), time_s=self._sends_time_s(origins))
+
+    def _sends_time_s(self, origins: dict[tuple[int, _Block], int]) -> float:
+        """The time of the busiest device: its messages begin one after the other, and bytes flow both ways at once."""
+        messages: dict[int, int] = {}
+        received: dict[int, int] = {}
+        sent: dict[int, int] = {}
+        for (device, block), origin in origins.items():
+            received[device] = received.get(device, 0) + _size(block)
+            sent[origin] = sent.get(origin, 0) + _size(block)
+            for end in (device, origin):
+                messages[end] = messages.get(end, 0) + 1
+        return max(
+            (
+                count * self._price.latency_s
+                + max(received.get(device, 0), sent.get(device, 0)) * self._price.element_s
+                for device, count in messages.items()
+            ),
+            default=0.0,
+        )
 
     # --- The same devices: a search --------------------------------------------------------------------------------
 
     def _search(self, start: _State, goal: _State, most_elements: int) -> _Route | None:
         """The fastest moves that receive no more than so many elements (A*)."""
-        moves = _Moves(start, goal)
+        moves = _Moves(start, goal, self._sums, self._dims_worth_cutting())
         order = itertools.count()
         best: dict[_State, float] = {start: 0.0}
         queue: list[tuple[float, int, _State, _Cost, tuple[_Move, ...]]] = [(0.0, next(order), start, _Cost(), ())]
-        popped = 0
-        while queue and popped < _MOST_STATES:
+        states_left = _MOST_BLOCKS // len(start)
+        while queue and states_left > 0:
             _, _, state, cost, path = heapq.heappop(queue)
             if state == goal:
                 return _Route(cost=cost, first=path)
             if cost.time_s > best[state]:
                 continue
-            popped += 1
+            states_left -= 1
             for move in moves.all(state):
                 total = cost + move.cost(self._price)
                 known = best.get(move.after, math.inf)
                 if total.elements > most_elements or total.time_s >= known:
                     continue
                 best[move.after] = total.time_s
-                estimate = total.time_s + self._at_least_s(move.after, goal)
-                heapq.heappush(queue, (estimate, next(order), move.after, total, (*path, move)))
+                # What a device needs and does not have must arrive, whatever the way.
+                lacking = list(map(_lacking, move.after, goal))
+                if total.elements + sum(lacking) > most_elements:
+                    continue
+                rest_s = self._price.latency_s + max(lacking) * self._price.element_s if any(lacking) else 0.0
+                heapq.heappush(queue, (total.time_s + rest_s, next(order), move.after, total, (*path, move)))
         return None
-
-    def _at_least_s(self, state: _State, goal: _State) -> float:
-        """No device can do with less time: what it needs and does not have must arrive."""
-        most = 0
-        for held, wanted in zip(state, goal, strict=True):
-            if held is wanted or held == wanted:
-                continue
-            lacking = _size(wanted)
-            if held[-1][0] <= wanted[-1][0] and wanted[-1][1] <= held[-1][1]:
-                common = _intersect(held, wanted)
-                lacking -= _size(common) if common else 0
-            most = max(most, lacking)
-        return self._price.latency_s + most * self._price.element_s if most else 0.0
 
     # --- Other devices: sends, and a collective on either side -----------------------------------------------------
 
-    def _with_sends(self, before: dict[int, _Block] | None, after: dict[int, _Block] | None) -> _Route | None:
-        """The cheapest of: at most one collective among the source's devices, sends, at most one among the target's."""
+    def _with_sends(
+        self, before: dict[int, _Block] | None, after: dict[int, _Block] | None, most_elements: int
+    ) -> _Route | None:
+        """The fastest of: at most one collective among the source's devices, sends, at most one among the target's."""
         starts: list[tuple[tuple[_Move, ...], _Placed]] = [((), self._held)]
+        if self._merged != self._held and self._keeps_sums(self._merged):
+            starts.append(((), self._merged))
         ends: list[tuple[tuple[_Move, ...], _Placed]] = [((), self._wanted)]
         dims = self._dims_worth_cutting()
         if before is not None:
             for move in _reductions(tuple(before.values()), dims, hints=self._wanted):
-                starts.append(((move,), tuple(zip(before, move.after, strict=True))))
+                start = tuple(zip(before, move.after, strict=True))
+                if self._keeps_sums(start):
+                    starts.append(((move,), start))
         if after is not None:
             hints = tuple(placed for _, layout in starts for placed in layout)
             for move in _gathers(tuple(after.values()), dims, hints=hints):
@@ -275,15 +314,27 @@ class _Lowering:
         best: _Route | None = None
         for (first, held), (last, wanted) in itertools.product(starts, ends):
             cost = sum((move.cost(self._price) for move in (*first, *last)), _Cost())
-            if best is not None and cost.elements > best.cost.elements:
+            if cost.elements > most_elements or (best is not None and cost.time_s >= best.cost.time_s):
                 continue
             sends = self._sends_cost(held, wanted)
-            if sends is not None and (best is None or cost + sends < best.cost):
-                best = _Route(cost=cost + sends, first=first, sends=(held, wanted), last=last)
+            if sends is None or cost.elements + sends.elements > most_elements:
+                continue
+            cost += sends
+            if best is None or cost.time_s < best.cost.time_s:
+                best = _Route(cost=cost, first=first, sends=(held, wanted), last=last)
         return best
 
+    def _keeps_sums(self, held: _Placed) -> bool:
+        """Whether no target needs a part of a sum that has been formed."""
+        wanted = {block for _, block in self._wanted}
+        return not any(
+            self._sums.is_sum(block) and not _covers(other[-1], block[-1]) and _intersect(block, other)
+            for block in {block for _, block in held}
+            for other in wanted
+        )
+
     def _dims_worth_cutting(self) -> tuple[int, ...]:
-        """Those that are cut anyway, and one more for tensors that are not: long, and best a multiple of the devices."""
+        """Those that are cut anyway, and of the others a long one, best a multiple of the devices."""
         blocks = [block for _, block in (*self._held, *self._wanted)]
         cut = {dim for dim in range(self._value) if len({block[dim] for block in blocks}) > 1}
         whole = [stop - start for start, stop in blocks[0][: self._value]]
@@ -294,13 +345,9 @@ class _Lowering:
 
     # --- Steps -----------------------------------------------------------------------------------------------------
 
-    def _emit(
-        self, route: _Route, before: dict[int, _Block] | None, after: dict[int, _Block] | None
-    ) -> tuple[Step, ...]:
-        steps: list[Step] = []
-        if route.first and before is not None:
-            steps.extend(self._merges(before))
-            steps.extend(self._move_steps(route.first, tuple(before)))
+    def _emit(self, route: _Route, after: dict[int, _Block] | None) -> tuple[Step, ...]:
+        steps = list(self._merges())
+        steps.extend(self._move_steps(route.first, tuple(dict(self._merged))))
         if route.sends is not None:
             steps.extend(lower_reference(*(self._layout(placed) for placed in route.sends)))
         if after is not None:
@@ -308,12 +355,11 @@ class _Lowering:
             steps.extend(self._cuts_of_merged(after))
         return _only_needed(steps, self._source, self._target)
 
-    def _merges(self, before: dict[int, _Block]) -> Iterator[Step]:
-        for device, block in before.items():
-            merged = self._piece(device, block)
-            own = tuple(piece for piece in self._source if piece.device == device)
-            if merged not in own:
-                yield Step(kind=Kind.LOCAL, inputs=own, outputs=(merged,))
+    def _merges(self) -> Iterator[Step]:
+        for device, block in self._merged:
+            parts = [(owner, part) for owner, part in self._held if owner == device and _contains(block, part)]
+            if len(parts) > 1:
+                yield Step(kind=Kind.LOCAL, inputs=self._layout(parts), outputs=(self._piece(device, block),))
 
     def _cuts_of_merged(self, after: dict[int, _Block]) -> Iterator[Step]:
         for piece in self._target:
@@ -344,23 +390,20 @@ class _Moves:
 
     start: _State
     goal: _State
+    sums: _Sums
+    dims: tuple[int, ...]
+    """Those to cut."""
     partitions: tuple[_Groups, ...] = field(init=False)
-    dims: tuple[int, ...] = field(init=False)
     value: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.value = len(self.start[0]) - 1
         self.partitions = _common_partitions(self.start, self.goal)
-        self.dims = tuple(
-            dim
-            for dim in range(self.value)
-            if any(len({block[dim] for block in s}) > 1 for s in (self.start, self.goal))
-        )
 
     def all(self, state: _State) -> Iterator[_Move]:
         """From a state, one step in each of some groups."""
         if all(
-            _contains(held, wanted) and self._may_share(held, wanted)
+            _contains(held, wanted) and (held[-1] == wanted[-1] or not self.sums.is_sum(held))
             for held, wanted in zip(state, self.goal, strict=True)
         ):
             yield _Move(kind=Kind.LOCAL, groups=(), before=state, after=self.goal)
@@ -378,25 +421,11 @@ class _Moves:
                 yield _together(Kind.ALL_GATHER, state, tiling)
                 yield from self._scatters(Kind.ALL_TO_ALL, state, tiling)
 
-    def _may_share(self, held: _Block, wanted: _Block) -> bool:
-        """Whether the value may be given to the first sub-share.
-
-        Not so within a sum of shares that the source has: their names would come to mean other values.
-        """
-        low, high = held[-1]
-        return held[-1] == wanted[-1] or not any(
-            low <= block[-1][0] and block[-1][1] <= high and block[-1] != held[-1] for block in self.start
-        )
-
     def _scatters(self, kind: Kind, state: _State, tiling: _Tiling) -> Iterator[_Move]:
         for dim in self.dims:
             if dim != tiling.dim:
                 yield from self._scatter(kind, state, tiling, dim)
-        if kind is Kind.LOCAL and all(
-            self._may_share(whole, self.goal[position])
-            for whole, group in zip(tiling.wholes, tiling.groups, strict=True)
-            for position in group
-        ):
+        if kind is Kind.LOCAL and not any(map(self.sums.is_sum, tiling.wholes)):
             yield from self._scatter(kind, state, tiling, self.value)
 
     def _scatter(self, kind: Kind, state: _State, tiling: _Tiling, dim: int) -> Iterator[_Move]:
@@ -578,21 +607,55 @@ def _tiling(state: _State, groups: _Groups) -> _Tiling | None:
     return _Tiling(dim=dims.pop(), groups=tuple(ordered), wholes=tuple(wholes))
 
 
-def _merged(placed: _Placed, *, slices: bool = False) -> dict[int, _Block] | None:
-    """The one block that the blocks of each device tile (or, if they may be slices of it, lie within); else None."""
+def _merged(placed: _Placed) -> _Placed:
+    """The same with fewer blocks: those of a device are put together where they tile a larger one."""
+    return tuple((device, block) for device, own in _by_device(placed).items() for block in _coalesced(own))
+
+
+def _coalesced(blocks: list[_Block]) -> list[_Block]:
+    if len(blocks) > 1 and _tile(blocks, _hull(blocks)):
+        return [_hull(blocks)]
+    for one, other in itertools.combinations(blocks, 2):
+        both = _hull((one, other))
+        if _tile((one, other), both):
+            return _coalesced([both, *(block for block in blocks if block not in (one, other))])
+    return blocks
+
+
+def _hulls(placed: _Placed, sums: _Sums) -> _Placed:
+    """The same, but of blocks that tile one, or lie within one of them, only that one, if they can be cut from it."""
+    found: list[tuple[int, _Block]] = []
+    for device, own in _by_device(placed).items():
+        hull = _hull(own)
+        whole = hull in own or _tile(own, hull)
+        if whole and (all(block[-1] == hull[-1] for block in own) or not sums.is_sum(hull)):
+            found.append((device, hull))
+        else:
+            found.extend((device, block) for block in own)
+    return tuple(found)
+
+
+def _one_each(placed: _Placed) -> dict[int, _Block] | None:
+    """The block of each device, if none has several."""
+    blocks = dict(placed)
+    return dict(sorted(blocks.items())) if len(blocks) == len(placed) else None
+
+
+def _by_device(placed: _Placed) -> dict[int, list[_Block]]:
     blocks: dict[int, list[_Block]] = {}
     for device, block in placed:
         blocks.setdefault(device, []).append(block)
-    merged: dict[int, _Block] = {}
-    for device, own in blocks.items():
-        hull = tuple((min(r[0] for r in ranges), max(r[1] for r in ranges)) for ranges in zip(*own, strict=True))
-        tiles = sum(map(_volume, own)) == _volume(hull) and not any(
-            _intersect(one, other) for one, other in itertools.combinations(own, 2)
-        )
-        if not tiles and not (slices and hull in own):
-            return None
-        merged[device] = hull
-    return merged
+    return blocks
+
+
+def _hull(blocks: Iterable[_Block]) -> _Block:
+    return tuple((min(r[0] for r in ranges), max(r[1] for r in ranges)) for ranges in zip(*blocks, strict=True))
+
+
+def _tile(blocks: Sequence[_Block], whole: _Block) -> bool:
+    return sum(map(_volume, blocks)) == _volume(whole) and not any(
+        _intersect(one, other) for one, other in itertools.combinations(blocks, 2)
+    )
 
 
 def _only_needed(steps: Iterable[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
@@ -627,8 +690,20 @@ def _intersect(one: _Block, other: _Block) -> _Block | None:
     return tuple(common)
 
 
+def _covers(outer: Range, inner: Range) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
 def _contains(outer: _Block, inner: _Block) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+    return all(map(_covers, outer, inner))
+
+
+def _lacking(held: _Block, wanted: _Block) -> int:
+    """How many elements must at least arrive at a device that needs a block."""
+    if held == wanted:
+        return 0
+    common = _intersect(held, wanted) if _covers(held[-1], wanted[-1]) else None
+    return _size(wanted) - (_size(common) if common else 0)
 
 
 def _size(block: _Block) -> int:

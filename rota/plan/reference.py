@@ -27,65 +27,86 @@ def lower_reference(source: Layout, target: Layout) -> tuple[Step, ...]:
     """
     source = canonical(source)
     held = set(source)
-    replicas = _replicas(source)
+    replicas = _Replicas(source)
     wanted = [piece for piece in canonical(target) if piece not in held]
-    chosen = [list(_choose(piece, replicas, turn)) for turn, piece in enumerate(wanted)]
+    chosen = [_choose(piece, replicas, turn) for turn, piece in enumerate(wanted)]
     there = set(held)
     slices = list(_slices(itertools.chain.from_iterable(chosen), there))
     sends = list(_sends(wanted, chosen, there))
     return (*slices, *sends, *_assemblies(wanted, chosen, there))
 
 
-def _replicas(source: Layout) -> dict[Box, list[int]]:
-    devices: dict[Box, list[int]] = {}
-    for piece in source:
-        devices.setdefault(piece.box, []).append(piece.device)
-    return devices
+class _Replicas:
+    """Which devices hold each box of a layout."""
+
+    def __init__(self, source: Layout) -> None:
+        self.devices: dict[Box, list[int]] = {}
+        for piece in source:
+            self.devices.setdefault(piece.box, []).append(piece.device)
+        self._rivals: dict[Box, list[Box]] = {}
+
+    def by_preference(self, device: int, turn: int) -> list[Box]:
+        """The boxes of a device, then all others."""
+        own = [box for box, devices in self.devices.items() if device in devices]
+        others = [box for box, devices in self.devices.items() if device not in devices]
+        # Each target begins with another box, so that at no time all of them wait for the same device.
+        start = turn % len(others) if others else 0
+        return own + others[start:] + others[:start]
+
+    def by_volume(self) -> list[Box]:
+        """All boxes, the largest first."""
+        return sorted(self.devices, key=lambda box: box.volume, reverse=True)
+
+    def may_cut(self, box: Box, common: Box) -> bool:
+        """Whether the value of a box may be given to the first of its sub-shares, as far as `common` needs it.
+
+        Not so if another box says how the value is really shared out: the two would not add up.
+        """
+        if common.share == box.share:
+            return True
+        if box not in self._rivals:
+            unequal = (other for other in self.devices if other.share != box.share)
+            self._rivals[box] = [other for other in unequal if other.intersect(box) is not None]
+        region = replace(common, share=box.share)
+        return all(other.intersect(region) is None for other in self._rivals[box])
+
+    def __str__(self) -> str:
+        """As people write it."""
+        texts = (f"{box} on {', '.join(map(str, devices))}" for box, devices in self.devices.items())
+        return "; ".join(texts) or "nothing"
 
 
-def _choose(target: Piece, replicas: dict[Box, list[int]], turn: int) -> Iterator[_Part]:
+def _choose(target: Piece, replicas: _Replicas, turn: int) -> list[_Part]:
     """Parts that tile the target; own pieces first, and with each turn another of several replicas."""
+    parts, left = _cover(target, replicas.by_preference(target.device, turn), replicas, turn)
+    if left:
+        # A small piece that was taken first may leave a rest that cannot be cut out of the larger ones.
+        parts, still_left = _cover(target, replicas.by_volume(), replicas, turn)
+        if still_left:
+            needed = f"device {target.device} needs {target.box}"
+            raise PlanError(f"{needed}, of which {left[0]} cannot be made from the layout {replicas}")
+    return parts
+
+
+def _cover(target: Piece, boxes: list[Box], replicas: _Replicas, turn: int) -> tuple[list[_Part], tuple[Box, ...]]:
+    """Parts of the boxes, each of what those before it leave, and what is left in the end."""
+    parts: list[_Part] = []
     needed: tuple[Box, ...] = (target.box,) if target.box.volume else ()
-    for box in _by_preference(target.device, replicas, turn):
+    for box in boxes:
         if not needed:
-            return
-        devices = replicas[box]
+            break
+        devices = replicas.devices[box]
         device = target.device if target.device in devices else devices[turn % len(devices)]
         rest: list[Box] = []
         for need in needed:
             common = need.intersect(box)
-            if common is None or not _may_cut(box, common, replicas):
+            if common is None or not replicas.may_cut(box, common):
                 rest.append(need)
             else:
                 rest.extend(need.minus(common))
-                yield _Part(box=common, origin=Piece(device=device, box=box))
+                parts.append(_Part(box=common, origin=Piece(device=device, box=box)))
         needed = tuple(rest)
-    if needed:
-        raise PlanError(_not_covered(target, needed, replicas))
-
-
-def _by_preference(device: int, replicas: dict[Box, list[int]], turn: int) -> list[Box]:
-    own = [box for box, devices in replicas.items() if device in devices]
-    others = [box for box, devices in replicas.items() if device not in devices]
-    # Each target begins with another box, so that at no time all of them wait for the same device.
-    start = turn % len(others) if others else 0
-    return own + others[start:] + others[:start]
-
-
-def _may_cut(box: Box, common: Box, replicas: dict[Box, list[int]]) -> bool:
-    """Whether the value of a box may be given to the first of its sub-shares, as far as `common` needs it.
-
-    Not so if another box says how the value is really shared out: the two would not add up.
-    """
-    if common.share == box.share:
-        return True
-    region = replace(common, share=box.share)
-    return all(other.share == box.share or other.intersect(region) is None for other in replicas)
-
-
-def _not_covered(target: Piece, left: tuple[Box, ...], replicas: dict[Box, list[int]]) -> str:
-    layout = "; ".join(f"{box} on {', '.join(map(str, devices))}" for box, devices in replicas.items()) or "nothing"
-    return f"device {target.device} needs {target.box}, of which {left[0]} cannot be made from the layout {layout}"
+    return parts, needed
 
 
 def _slices(parts: Iterable[_Part], there: set[Piece]) -> Iterator[Step]:

@@ -1,0 +1,357 @@
+"""Phase 3: turns a plan into a program: what must move, segments, nodes, one order, what is freed when; a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rota.graph.graph import Role
+from rota.plan.box import Box
+from rota.plan.collectives import lower
+from rota.plan.dependency import Flow, Wiring, wire
+from rota.plan.layout import Piece
+from rota.plan.microbatches import Mode
+from rota.plan.ordering import order_nodes
+from rota.plan.plan import Plan
+from rota.plan.program import ONCE, FlowInfo, Node, NodeKind, Program, Result, Segment, Source, Value
+from rota.plan.reference import lower_reference
+from rota.plan.segments import Draft, draft_segments
+
+
+def compile_plan(plan: Plan, *, memory_bytes: int | None = None, reference: bool = False) -> Program:
+    """Derive, order and check. `reference` uses only slices, sends and sums instead of collectives."""
+    from rota.plan.check import check, check_fits
+
+    wiring = wire(plan, lower_reference if reference else lower)
+    drafts = draft_segments(wiring)
+    builder = _Builder(wiring, drafts)
+    nodes = builder.nodes()
+    nodes = order_nodes(plan, drafts, nodes)
+    program = builder.program(nodes)
+    check(program)
+    if memory_bytes is not None:
+        check_fits(program, memory_bytes)
+    return program
+
+
+@dataclass
+class _Boxes:
+    """The table of boxes."""
+
+    numbers: dict[Box, int] = field(default_factory=dict)
+
+    def number(self, box: Box) -> int:
+        return self.numbers.setdefault(box, len(self.numbers))
+
+
+class _Builder:
+    """Makes the nodes of a step out of segments and flows."""
+
+    def __init__(self, wiring: Wiring, drafts: list[Draft]) -> None:
+        self.wiring = wiring
+        self.plan = wiring.plan
+        self.drafts = drafts
+        self.boxes = _Boxes()
+        self.micro = wiring.microbatches
+        self.flows: list[Flow] = [
+            *(flow for flows in wiring.forward.values() for flow in flows),
+            *(flow for flows in wiring.backward.values() for flow in flows),
+        ]
+        self.flow_number = {id(flow): i for i, flow in enumerate(self.flows)}
+        self._sources: dict[int, dict[Piece, Value]] = {}
+        self._returned: dict[int, set[tuple[int, Box, int]]] = {}
+
+    # ---- values ----
+
+    def _source_values(self, flow: Flow) -> dict[Piece, Value]:
+        """The values of a forward flow's source pieces. Of a flow within micro-batches, those of micro-batch 0."""
+        found = self._sources.get(id(flow))
+        if found is not None:
+            return found
+        found = {}
+        if flow.tensor in self.wiring.stored:
+            found = {piece: Value(flow.tensor, ONCE, self.boxes.number(piece.box)) for piece in flow.source}
+        else:
+            made = self.micro.made[flow.tensor]
+            for site, output in self.wiring.makers[flow.tensor]:
+                box = site.makes[output]
+                assert box is not None
+                if not flow.crossing:
+                    if site.context == flow.context:
+                        number = self.boxes.number(box)
+                        found[Piece(device=site.device, box=box)] = Value(flow.tensor, ONCE, number)
+                    continue
+                for m in self._microbatches(site.context):
+                    everywhere = box if m == ONCE else self.micro.everywhere(box, made, m)
+                    piece = Piece(device=site.device, box=everywhere)
+                    found.setdefault(piece, Value(flow.tensor, m, self.boxes.number(box)))
+        self._sources[id(flow)] = found
+        return found
+
+    def _microbatches(self, context: int) -> list[int]:
+        if context == ONCE:
+            return [ONCE]
+        return [m for m, one in enumerate(self.micro.contexts) if one == context]
+
+    def _value(self, flow: Flow, piece: Piece, microbatch: int) -> Value:
+        """The value of a piece on its way; a source piece is the value that its maker made."""
+        if not flow.backward:
+            source = self._source_values(flow).get(piece)
+            if source is not None:
+                return source if flow.crossing or flow.context == ONCE else source._replace(microbatch=microbatch)
+        return Value(flow.name, ONCE if flow.crossing else microbatch, self.boxes.number(piece.box))
+
+    # ---- nodes ----
+
+    def nodes(self) -> list[Node]:
+        """All nodes of a step, in no particular order."""
+        self._note_returns()
+        found = [node for draft in self.drafts for node in self._runs(draft)]
+        found += [node for flow in self.flows for node in self._exchanges(flow)]
+        return found
+
+    def _exchanges(self, flow: Flow) -> Iterator[Node]:
+        number = self.flow_number[id(flow)]
+        for m in [ONCE] if flow.crossing else self._microbatches(flow.context):
+            for step in flow.steps:
+                yield Node(
+                    kind=NodeKind.EXCHANGE,
+                    microbatch=m,
+                    devices=tuple(dict.fromkeys(piece.device for piece in (*step.inputs, *step.outputs))),
+                    flow=number,
+                    step=step,
+                    reads=tuple(self._value(flow, piece, m) for piece in step.inputs),
+                    makes=tuple(self._value(flow, piece, m) for piece in step.outputs),
+                )
+
+    def _note_returns(self) -> None:
+        """Which pieces of each gradient's layout come about: by a contribution of another segment, or by a step."""
+        for draft in self.drafts:
+            for site, _, tie in draft.entries:
+                if tie.backward is not None:
+                    found = self._returned.setdefault(id(tie.backward), set())
+                    for m, box in tie.contribution.items():
+                        found.add((site.device, box, m if tie.backward.crossing else ONCE))
+        for flow in self.flows:
+            if flow.backward:
+                found = self._returned.setdefault(id(flow), set())
+                for step in flow.steps:
+                    found |= {(piece.device, piece.box, ONCE) for piece in step.outputs}
+
+    def _comes(self, flow: Flow, device: int, box: Box) -> bool:
+        return any(d == device and b == box for d, b, _ in self._returned.get(id(flow), ()))
+
+    def _runs(self, draft: Draft) -> Iterator[Node]:
+        segment = draft.segment
+        loss = self.plan.graph.outputs["loss"]
+        for m in self._microbatches(segment.context):
+            reads = tuple(self._read_values(draft, m))
+            makes = tuple(Value(exit.tensor, m, self.boxes.number(exit.box)) for exit in segment.exits)
+            yield Node(
+                kind=NodeKind.FORWARD,
+                microbatch=m,
+                devices=(segment.device,),
+                segment=segment.index,
+                reads=reads,
+                makes=makes,
+            )
+            if not segment.grad:
+                continue
+            gradients = tuple(tuple(self._gradient_values(draft, i, m)) for i in range(len(segment.exits)))
+            seeds = tuple(i for i, exit in enumerate(segment.exits) if exit.tensor == loss)
+            adds = tuple(self._added_values(draft, m))
+            if not seeds and not any(gradients):
+                continue  # nothing comes back: what it makes does not reach the loss
+            yield Node(
+                kind=NodeKind.BACKWARD,
+                microbatch=m,
+                devices=(segment.device,),
+                segment=segment.index,
+                reads=reads if segment.recompute else (),
+                gradients=gradients,
+                adds=adds,
+                seeds=seeds,
+            )
+
+    def _read_values(self, draft: Draft, m: int) -> Iterator[Value | None]:
+        for entry, (site, read, tie) in zip(draft.segment.entries, draft.entries, strict=True):
+            if entry.source is Source.FREE:
+                yield None
+                continue
+            assert tie.forward is not None
+            box = entry.box
+            if tie.forward.crossing:
+                box = self.wiring.read_box(site, read, m)
+            yield self._value(tie.forward, Piece(device=site.device, box=box), m)
+
+    def _gradient_values(self, draft: Draft, exit: int, m: int) -> Iterator[Value]:
+        site, output = draft.exits[exit]
+        name = site.op.outputs[output]
+        box = site.makes[output]
+        assert name is not None
+        assert box is not None
+        if not draft.segment.exits[exit].grad:
+            return
+        for flow in self.wiring.backward.get(name, ()):
+            if not flow.crossing and flow.context != site.context:
+                continue
+            wanted = Box(ranges=box.ranges)
+            if flow.crossing and m != ONCE:
+                wanted = Box(ranges=self.micro.everywhere(box, self.micro.made[name], m).ranges)
+            if self._comes(flow, site.device, wanted):
+                yield Value(flow.name, ONCE if flow.crossing else m, self.boxes.number(wanted))
+
+    def _added_values(self, draft: Draft, m: int) -> Iterator[Value | None]:
+        for _, _, tie in draft.entries:
+            if tie.backward is None:
+                yield None
+                continue
+            crossing = tie.backward.crossing
+            box = tie.contribution[m if crossing else ONCE]
+            yield Value(tie.backward.name, ONCE if crossing else m, self.boxes.number(box))
+
+    # ---- the program ----
+
+    def program(self, nodes: list[Node]) -> Program:
+        """With what is freed when, and where everything ends up."""
+        gradients = self._parameter_gradients()
+        results, updates = self._results()
+        kept = {
+            (device, value) for found in gradients.values() for (device, _), values in found.items() for value in values
+        }
+        kept |= {(one.device, one.value) for one in results.values()}
+        kept |= {(device, value) for pieces in updates.values() for (device, _), value in pieces.items()}
+        stored = {
+            (piece.device, Value(name, ONCE, self.boxes.number(piece.box)))
+            for name, layout in self.wiring.stored.items()
+            for piece in layout
+        }
+        return Program(
+            refined=self.plan.refined,
+            devices=self.plan.devices,
+            microbatches=self.micro,
+            segments=tuple(draft.segment for draft in self.drafts),
+            nodes=tuple(nodes),
+            frees=_frees(nodes, kept | stored, [draft.segment for draft in self.drafts]),
+            boxes=tuple(self.boxes.numbers),
+            flows=tuple(
+                FlowInfo(
+                    tensor=flow.tensor,
+                    backward=flow.backward,
+                    source=flow.source,
+                    target=flow.target,
+                    crossing=flow.crossing,
+                    why=self._why(flow),
+                )
+                for flow in self.flows
+            ),
+            stored=self.wiring.stored,
+            gradients=gradients,
+            results=results,
+            updates=updates,
+        )
+
+    def _parameter_gradients(self) -> dict[str, dict[tuple[int, Box], tuple[Value, ...]]]:
+        found: dict[str, dict[tuple[int, Box], tuple[Value, ...]]] = {}
+        for name, layout in self.wiring.stored.items():
+            tensor = self.plan.graph.tensors[name]
+            if tensor.role is not Role.PARAMETER or not tensor.requires_grad:
+                continue
+            found[name] = {
+                (piece.device, piece.box): tuple(
+                    Value(flow.name, ONCE, self.boxes.number(piece.box))
+                    for flow in self.wiring.backward.get(name, ())
+                    if self._comes(flow, piece.device, piece.box)
+                )
+                for piece in layout
+            }
+        return found
+
+    def _results(self) -> tuple[dict[str, Result], dict[str, dict[tuple[int, Box], Value]]]:
+        results: dict[str, Result] = {}
+        for name in self.plan.graph.outputs.values():
+            flow = self.wiring.results.get(name)
+            if flow is not None:
+                whole = Box.whole(self.plan.refined.shape(name))
+                device = next(piece.device for piece in flow.target if piece.box == whole)
+                results[name] = Result(device=device, value=self._value(flow, Piece(device=device, box=whole), ONCE))
+        updates: dict[str, dict[tuple[int, Box], Value]] = {}
+        for buffer, name in self.plan.graph.updates.items():
+            flow = self.wiring.results.get(name)
+            if flow is not None:
+                updates[buffer] = {
+                    (piece.device, piece.box): self._value(flow, piece, ONCE) for piece in self.wiring.stored[buffer]
+                }
+        return results, updates
+
+    def _why(self, flow: Flow) -> str:
+        if flow.why or not flow.steps:
+            return flow.why
+        tensor = self.plan.graph.tensors[flow.tensor]
+        if flow.backward:
+            readers = sorted(
+                {
+                    site.op.name
+                    for site, read in self.wiring.readers[flow.tensor]
+                    if self.wiring.ties[(site.index, read)].backward is flow
+                }
+            )
+            partial = any(piece.box.is_partial for piece in flow.source)
+            what = "each part that read it has a share of its gradient" if partial else "its gradient is elsewhere"
+            return f"{what}; read by {_some(readers)}"
+        readers = sorted(
+            {
+                site.op.name
+                for site, read in self.wiring.readers[flow.tensor]
+                if self.wiring.ties[(site.index, read)].forward is flow
+            }
+        )
+        if any(piece.box.is_partial for piece in flow.source):
+            return f"its makers leave partial sums; {_some(readers) or 'the result'} needs the sum"
+        if tensor.role is Role.PARAMETER:
+            return f"it is stored elsewhere than used; {_some(readers)} needs it"
+        if self.micro.made[flow.tensor].mode is not Mode.ONCE and flow.crossing:
+            return f"{_some(readers) or 'the result'} needs it of all micro-batches"
+        return f"{_some(readers) or 'the result'} needs other parts of it than the device made"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _frees(
+    nodes: list[Node], kept: set[tuple[int, Value]], segments: list[Segment]
+) -> tuple[tuple[tuple[int, Value], ...], ...]:
+    """After which node each value is not needed any more."""
+    last: dict[tuple[int, Value], int] = {}
+    for i, node in enumerate(nodes):
+        for key in touched(node):
+            last[key] = i
+    frees: list[list[tuple[int, Value]]] = [[] for _ in nodes]
+    for key, i in last.items():
+        if key not in kept:
+            frees[i].append(key)
+    return tuple(tuple(one) for one in frees)
+
+
+def touched(node: Node) -> Iterator[tuple[int, Value]]:
+    """Every value that a node reads, makes or adds to, and on which device."""
+    if node.kind is NodeKind.EXCHANGE:
+        assert node.step is not None
+        for piece, value in zip(node.step.inputs, node.reads, strict=True):
+            assert value is not None
+            yield piece.device, value
+        for piece, value in zip(node.step.outputs, node.makes, strict=True):
+            yield piece.device, value
+        return
+    device = node.devices[0]
+    yield from ((device, value) for value in node.reads if value is not None)
+    yield from ((device, value) for value in node.makes)
+    yield from ((device, value) for values in node.gradients for value in values)
+    yield from ((device, value) for value in node.adds if value is not None)
+
+
+def results_by_metric(program: Program) -> Mapping[str, Result]:
+    """metric -> where it is."""
+    graph = program.refined.graph
+    return {metric: program.results[name] for metric, name in graph.outputs.items() if name in program.results}

@@ -1,0 +1,177 @@
+"""Micro-batches: which ops run once for each of them, and how cuts of the samples are spread over them.
+
+A micro-batch is a range of the samples. An op with a dim that counts samples runs for each micro-batch on its range. An
+op behind a sum over the samples, such as the division that ends a loss, runs for each micro-batch on its share of the
+sum if it is linear. All others run once in a step, on everything: so a batch norm sees the whole batch, however it is
+cut.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rota.errors import CutError
+from rota.graph.graph import Op
+from rota.graph.part import Ranges
+from rota.graph.refine import Frame, Refined
+from rota.graph.rules import occurrences, rule_of
+from rota.plan.box import Box, Share, even_widths
+from rota.plan.plan import Part, Plan
+
+
+class Mode(enum.StrEnum):
+    """How often an op runs in a step."""
+
+    ONCE = "once"
+    ROWS = "rows"
+    """For each micro-batch, on its samples."""
+    SHARE = "share"
+    """For each micro-batch, on its share of sums over the samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """How an op runs over micro-batches."""
+
+    mode: Mode
+    dim: str | None = None
+    """The dim that counts samples, for rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """How a tensor comes about over micro-batches."""
+
+    mode: Mode
+    coordinate: int | None = None
+    """Which of its factors counts samples, for rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """The micro-batches of a plan, and what they mean for each op and tensor."""
+
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    """For each micro-batch the number of its width among the distinct widths; those of one context look alike."""
+    running: Mapping[str, Running]
+    made: Mapping[str, Made]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.starts)
+
+    @property
+    def distinct_widths(self) -> tuple[int, ...]:
+        """The width of each context."""
+        return tuple(dict.fromkeys(self.widths))
+
+    def share(self, microbatch: int) -> Share:
+        """The share of sums over the samples that a micro-batch makes."""
+        return Fraction(microbatch, self.count), Fraction(microbatch + 1, self.count)
+
+    def everywhere(self, box: Box, made: Made, microbatch: int) -> Box:
+        """The box in the whole tensor of a box that counts within a micro-batch."""
+        if made.mode is Mode.SHARE:
+            low, high = self.share(microbatch)
+            width = high - low
+            return Box(ranges=box.ranges, share=(low + width * box.share[0], low + width * box.share[1]))
+        return self.shifted(box, made.coordinate, microbatch)
+
+    def shifted(self, box: Box, coordinate: int | None, microbatch: int) -> Box:
+        """The box moved from the micro-batch's own count of samples to that of the whole batch."""
+        if coordinate is None:
+            return box
+        start = self.starts[microbatch]
+        low, high = box.ranges[coordinate]
+        ranges = (*box.ranges[:coordinate], (low + start, high + start), *box.ranges[coordinate + 1 :])
+        return Box(ranges=ranges, share=box.share)
+
+
+def microbatches_of(plan: Plan) -> Microbatches:
+    """How each op of a plan runs."""
+    size = plan.batch_size
+    if plan.microbatches == 1 or size is None:
+        widths: tuple[int, ...] = (size or 1,)
+        running = {op.name: Running(mode=Mode.ONCE) for op in plan.graph.ops}
+        made = {name: Made(mode=Mode.ONCE) for name in plan.graph.tensors}
+    else:
+        widths = even_widths(size, plan.microbatches)
+        running, made = _modes(plan.refined, size)
+    starts = tuple(sum(widths[:i]) for i in range(len(widths)))
+    distinct = list(dict.fromkeys(widths))
+    contexts = tuple(distinct.index(width) for width in widths)
+    return Microbatches(starts=starts, widths=widths, contexts=contexts, running=running, made=made)
+
+
+def local_ranges(part: Part, frame: Frame, running: Running, *, width: int) -> Ranges:
+    """The ranges of a part within a micro-batch of so many samples, counted from its first."""
+    ranges = dict(part.ranges)
+    if running.mode is not Mode.ROWS:
+        return ranges
+    assert running.dim is not None
+    size = frame.dims[running.dim].size
+    start, stop = ranges.get(running.dim, (0, size))
+    low, high = start * width // size, stop * width // size
+    if low == high:
+        raise CutError(
+            f"{part} gets no sample of a micro-batch of {width}; use fewer micro-batches or fewer parts of the samples"
+        )
+    ranges[running.dim] = (low, high)
+    return ranges
+
+
+def _modes(refined: Refined, size: int) -> tuple[dict[str, Running], dict[str, Made]]:
+    families = refined.batch_families()
+    running: dict[str, Running] = {}
+    made = {name: Made(mode=Mode.ONCE) for name in refined.graph.tensors}
+    for op in refined.graph.ops:
+        frame = refined.frames[op.name]
+        dim = _samples(frame, families, size)
+        if dim is not None:
+            running[op.name] = Running(mode=Mode.ROWS, dim=dim)
+        elif _is_linear(op, made, refined):
+            running[op.name] = Running(mode=Mode.SHARE)
+        else:
+            running[op.name] = Running(mode=Mode.ONCE)
+            continue
+        for name, names in zip(op.outputs, frame.makes, strict=True):
+            if name is not None and names is not None:
+                rows = dim is not None and dim in names
+                made[name] = (
+                    Made(mode=Mode.ROWS, coordinate=names.index(dim)) if rows and dim else Made(mode=Mode.SHARE)
+                )
+    return running, made
+
+
+def _samples(frame: Frame, families: frozenset[int], size: int) -> str | None:
+    """The dim that counts samples, if the op can be cut along it; one that is kept rather than one that is summed."""
+    found = [
+        dim
+        for dim in frame.dims.values()
+        if dim.family in families
+        and dim.size == size
+        and not dim.fixed
+        and not (dim.reduced and frame.once)  # what is added once would be added for each micro-batch
+        and (dim.reduced or all(names is None or dim.name in names for names in frame.makes))
+    ]
+    return min(found, key=lambda dim: dim.reduced).name if found else None
+
+
+def _is_linear(op: Op, made: Mapping[str, Made], refined: Refined) -> bool:
+    """Whether an op takes each micro-batch's share of its inputs to that share of its outputs."""
+    rule = rule_of(op)
+    reads = occurrences(op)
+    shares = {i for i, name in enumerate(reads) if made[name].mode is Mode.SHARE}
+    if rule is None or rule.linear_in is None or not shares or op.writes:
+        return False
+    if op.kind in ("add", "sub"):  # a number, or a tensor that every micro-batch has, would be added each time
+        return shares == set(range(len(reads))) and len(reads) == 2
+    if op.kind == "mul" and len(reads) == 2:
+        return shares == {0}
+    return shares >= {0} and shares <= rule.linear_in | ({1} if op.kind == "div" else set())

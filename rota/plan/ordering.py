@@ -1,0 +1,195 @@
+"""One order over compute and communication together, by simulating devices that always take the best ready node.
+
+A device prefers backward to forward and an early micro-batch to a late one. On a pipeline that gives one forward, one
+backward. The user's own wishes are edges that the order must respect.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+
+from rota.errors import CycleError
+from rota.plan.plan import At, Part, Plan
+from rota.plan.program import ONCE, Node, NodeKind, Segment, Value
+from rota.plan.segments import Draft, find_cycle
+
+_EXCHANGE_COST = 1.0
+
+
+def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node]:
+    """The nodes in the order in which they run."""
+    follows, waiting = _edges(plan, drafts, nodes)
+    costs = [segment_cost(plan, draft) for draft in drafts]
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.devices)]
+    busy = [False] * plan.devices
+    events: list[tuple[float, int, int]] = []
+    found: list[Node] = []
+    count = 0
+
+    def release(index: int, now: float) -> None:
+        nonlocal count
+        node = nodes[index]
+        if node.kind is NodeKind.EXCHANGE:
+            found.append(node)
+            heapq.heappush(events, (now + _EXCHANGE_COST, count, index))
+            count += 1
+        else:
+            backward = node.kind is NodeKind.BACKWARD
+            heapq.heappush(ready[node.devices[0]], (0 if backward else 1, node.microbatch, index))
+
+    def start(now: float, devices: Sequence[int]) -> None:
+        nonlocal count
+        for device in devices:
+            if busy[device] or not ready[device]:
+                continue
+            index = heapq.heappop(ready[device])[2]
+            busy[device] = True
+            node = nodes[index]
+            found.append(node)
+            cost = costs[node.segment] * (2 if node.kind is NodeKind.BACKWARD else 1)
+            heapq.heappush(events, (now + cost, count, index))
+            count += 1
+
+    for index, number in enumerate(waiting):
+        if number == 0:
+            release(index, 0.0)
+    start(0.0, range(plan.devices))
+    while events:
+        now = events[0][0]
+        touched: set[int] = set()
+        while events and events[0][0] == now:
+            _, _, index = heapq.heappop(events)
+            node = nodes[index]
+            if node.kind is not NodeKind.EXCHANGE:
+                busy[node.devices[0]] = False
+                touched.add(node.devices[0])
+            for other in follows[index]:
+                waiting[other] -= 1
+                if waiting[other] == 0:
+                    release(other, now)
+                    touched.update(nodes[other].devices)
+        start(now, sorted(touched))
+    if len(found) < len(nodes):
+        left = {i for i, number in enumerate(waiting) if number > 0}
+        cycle = find_cycle(left, lambda index: [other for other in follows[index] if other in left])
+        raise CycleError(
+            "the order contradicts itself or the data flow: "
+            + " -> ".join(_name(nodes[index], drafts) for index in cycle)
+        )
+    return found
+
+
+def segment_cost(plan: Plan, draft: Draft) -> float:
+    """A rough cost of a segment: the sizes of its ops' dims multiplied."""
+    total = 0.0
+    for site in draft.sites:
+        frame = plan.refined.frames[site.op.name]
+        widths = (
+            site.ranges[name][1] - site.ranges[name][0] if name in site.ranges else dim.size
+            for name, dim in frame.dims.items()
+        )
+        total += math.prod(widths)
+    return max(total, 1.0)
+
+
+def _edges(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> tuple[list[list[int]], list[int]]:
+    """Who waits for whom."""
+    writers: dict[tuple[int, Value], list[int]] = {}
+    forward: dict[tuple[int, int], int] = {}
+    backward: dict[tuple[int, int], int] = {}
+    for index, node in enumerate(nodes):
+        for key in written(node):
+            writers.setdefault(key, []).append(index)
+        if node.kind is NodeKind.FORWARD:
+            forward[(node.segment, node.microbatch)] = index
+        elif node.kind is NodeKind.BACKWARD:
+            backward[(node.segment, node.microbatch)] = index
+    follows: list[list[int]] = [[] for _ in nodes]
+    waiting = [0] * len(nodes)
+
+    def edge(first: int, second: int) -> None:
+        follows[first].append(second)
+        waiting[second] += 1
+
+    for index, node in enumerate(nodes):
+        needed = {other for key in read(node) for other in writers.get(key, ())}
+        if node.kind is NodeKind.BACKWARD:
+            needed.add(forward[(node.segment, node.microbatch)])
+        needed.discard(index)
+        for other in needed:
+            edge(other, index)
+    for first, second in _wished(plan, drafts, forward, backward):
+        if first != second:
+            edge(first, second)
+    return follows, waiting
+
+
+def _wished(
+    plan: Plan, drafts: list[Draft], forward: dict[tuple[int, int], int], backward: dict[tuple[int, int], int]
+) -> Iterator[tuple[int, int]]:
+    if not plan.order_edges:
+        return
+    of_part: dict[Part, list[Segment]] = {}
+    for draft in drafts:
+        for site in draft.sites:
+            of_part.setdefault(site.part, []).append(draft.segment)
+
+    def nodes_of(moment: At) -> dict[int, int]:
+        table = backward if moment.backward else forward
+        found = {}
+        for segment in of_part.get(moment.part, ()):
+            for m in [ONCE, *range(plan.microbatches)]:
+                if (segment.index, m) in table and moment.microbatch in (None, m):
+                    found[m] = table[(segment.index, m)]
+        return found
+
+    for first, second in plan.order_edges:
+        one, other = nodes_of(first), nodes_of(second)
+        if first.microbatch is None and second.microbatch is None:
+            for m in one.keys() & other.keys():
+                yield one[m], other[m]
+        else:
+            for a in one.values():
+                for b in other.values():
+                    yield a, b
+
+
+def read(node: Node) -> Iterator[tuple[int, Value]]:
+    """What a node needs, and on which device."""
+    if node.kind is NodeKind.EXCHANGE:
+        assert node.step is not None
+        for piece, value in zip(node.step.inputs, node.reads, strict=True):
+            if value is not None:
+                yield piece.device, value
+        return
+    device = node.devices[0]
+    for value in node.reads:
+        if value is not None:
+            yield device, value
+    for values in node.gradients:
+        for value in values:
+            yield device, value
+
+
+def written(node: Node) -> Iterator[tuple[int, Value]]:
+    """What a node makes or adds to, and on which device."""
+    if node.kind is NodeKind.EXCHANGE:
+        assert node.step is not None
+        for piece, value in zip(node.step.outputs, node.makes, strict=True):
+            yield piece.device, value
+        return
+    device = node.devices[0]
+    for value in node.makes:
+        yield device, value
+    for added in node.adds:
+        if added is not None:
+            yield device, added
+
+
+def _name(node: Node, drafts: list[Draft]) -> str:
+    when = "" if node.microbatch == ONCE else f" of micro-batch {node.microbatch}"
+    if node.kind is NodeKind.EXCHANGE:
+        return f"moving {node.makes[0].name}{when}"
+    return f"{node.kind} {drafts[node.segment].sites[0].part}{when}"

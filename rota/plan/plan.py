@@ -1,0 +1,262 @@
+"""A plan under construction: how each op of a graph is cut, where each part runs, and what comes before what."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rota.errors import CutError, InputError, PlacementError
+from rota.graph.graph import Graph, Op, Role
+from rota.graph.refine import Dim, Frame, Refined, refine
+from rota.plan.box import WHOLE_VALUE, Box, Range, Share, even_widths
+from rota.plan.layout import Layout, Piece
+
+if TYPE_CHECKING:
+    from rota.plan.program import Program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of an op: a range of each dim that is cut, and its share of the sums that the cuts leave."""
+
+    op: str
+    ranges: tuple[tuple[str, Range], ...] = ()
+    """The dims that are cut, in the order of their names, and this part's range of each."""
+    share: Share = WHOLE_VALUE
+    replica: int = 0
+    """Which of several equal copies it is."""
+
+    def __str__(self) -> str:
+        """As people write it: fc1.linear[n 0:4]."""
+        cuts = ", ".join(f"{name} {start}:{stop}" for name, (start, stop) in self.ranges)
+        return self.op + (f"[{cuts}]" if cuts else "") + (f" copy {self.replica}" if self.replica else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class At:
+    """A moment in a step: a part at a micro-batch, in the forward or the backward pass."""
+
+    part: Part
+    microbatch: int | None = None
+    """None for each micro-batch."""
+    backward: bool = False
+
+
+Target = Op | Part | str
+"""What a plan's methods take: an op or its name, if it is not cut yet, or a part."""
+
+
+class Plan:
+    """Phase 1 and 2: transform and place. `compile` is phase 3: it derives communication and checks the result."""
+
+    def __init__(self, graph: Graph, *, devices: int, microbatches: int = 1, refined: Refined | None = None) -> None:
+        if devices < 1 or microbatches < 1:
+            raise InputError(f"a plan needs at least one device and one micro-batch, not {devices} and {microbatches}")
+        self.graph = graph
+        self.devices = devices
+        self.microbatches = microbatches
+        self.refined = refine(graph) if refined is None else refined
+        self.stored: dict[str, Layout] = {}
+        """Parameters whose pieces are stored elsewhere than where they are used."""
+        self.order_edges: list[tuple[At, At]] = []
+        self.recomputed: dict[str, int] = {}
+        """op -> the number of its recompute group"""
+        self._parts: dict[str, list[Part]] = {op.name: [Part(op=op.name)] for op in graph.ops}
+        self._device: dict[Part, int] = {}
+        self._op = {op.name: op for op in graph.ops}
+        self._check_microbatches()
+
+    # ---- what there is ----
+
+    def ops(self, *, kind: str | None = None, name: str | None = None) -> Iterator[Op]:
+        """The ops of a kind, whose own name or module's name fits a pattern such as ``*.fc1``."""
+        for op in self.graph.ops:
+            if kind is not None and op.kind != kind:
+                continue
+            if name is None or fnmatch.fnmatchcase(op.name, name) or fnmatch.fnmatchcase(op.module, name):
+                yield op
+
+    def parts(self, op: Op | str) -> tuple[Part, ...]:
+        """The parts of an op as it is cut so far."""
+        return tuple(self._parts[self._known(op)])
+
+    def device_of(self, part: Part) -> int | None:
+        """Where a part runs, if that is decided."""
+        return self._device.get(part)
+
+    def dims(self, op: Target) -> Mapping[str, Dim]:
+        """The dims of an op by name, those that cannot be cut included."""
+        return self.refined.frames[op.op if isinstance(op, Part) else self._known(op)].dims
+
+    # ---- phase 1: transform ----
+
+    def split(
+        self, target: Target, dim: str, parts: int | None = None, *, widths: Sequence[int] | None = None
+    ) -> list[Part]:
+        """Cut an op, or a part of one, along a dim: evenly into `parts`, or into these widths."""
+        part = self._part(target)
+        frame = self.refined.frames[part.op]
+        dim, scale = self._cuttable(part, frame, dim)
+        if (parts is None) == (widths is None):
+            raise InputError(f"give either parts or widths to split {part}, not both or neither")
+        start, stop = dict(part.ranges).get(dim, (0, frame.dims[dim].size))
+        size = stop - start
+        if widths is None:
+            assert parts is not None
+            if not 1 <= parts <= size:
+                raise CutError(f"{part} cannot be cut into {parts} along {dim}, which has {size} left")
+            widths = even_widths(size, parts)
+        else:
+            widths = [width // scale if width % scale == 0 else -1 for width in widths]
+            if any(width < 1 for width in widths) or sum(widths) != size:
+                inside = f", each a multiple of {scale}" if scale > 1 else ""
+                raise CutError(f"the widths along {dim} of {part} must be at least 1 and add up to {size}{inside}")
+        return self._replace(part, self._cut(part, frame.dims[dim], start, widths))
+
+    def replicate(self, target: Target, copies: int) -> list[Part]:
+        """Run a part several times, on as many devices; its gradient counts once."""
+        part = self._part(target)
+        return self._replace(part, [replace(part, replica=part.replica * copies + i) for i in range(copies)])
+
+    def recompute(self, targets: Iterable[Target]) -> None:
+        """Do not keep what these ops make for the backward pass; compute it again from what they read."""
+        group = max(self.recomputed.values(), default=0) + 1
+        for target in targets:
+            self.recomputed[target.op if isinstance(target, Part) else self._known(target)] = group
+
+    # ---- phase 2: place and order ----
+
+    def assign(self, target: Target | Iterable[Target], device: int) -> None:
+        """Run a part, all parts of an op, or all of a list of them, on a device."""
+        if not 0 <= device < self.devices:
+            raise PlacementError(f"there is no device {device}; the plan has 0 to {self.devices - 1}")
+        if isinstance(target, Part):
+            if target not in self._parts[target.op]:
+                raise PlacementError(f"{target} is not a part of the plan (any more); it was cut or never there")
+            self._device[target] = device
+        elif isinstance(target, Op | str):
+            for part in self._parts[self._known(target)]:
+                self._device[part] = device
+        else:
+            for one in target:
+                self.assign(one, device)
+
+    def order(self, first: Target | At, *, before: Target | At) -> None:
+        """Run one before the other, at every micro-batch unless `At` names one."""
+        for one in self._moments(first):
+            for other in self._moments(before):
+                self.order_edges.append((one, other))
+
+    def store(self, parameter: str, layout: Layout | Mapping[int, Box]) -> None:
+        """Keep a parameter, its gradient and its moments in these pieces between steps, wherever it is used."""
+        tensor = self.graph.tensors.get(self.graph.aliases.get(parameter, parameter))
+        if tensor is None or tensor.role is not Role.PARAMETER:
+            raise InputError(f"{parameter!r} is not a parameter of the model")
+        if isinstance(layout, Mapping):
+            layout = tuple(Piece(device=device, box=box) for device, box in layout.items())
+        for piece in layout:
+            if not 0 <= piece.device < self.devices:
+                raise PlacementError(f"{parameter} cannot be stored on device {piece.device}; there is none")
+        self.stored[tensor.name] = layout
+
+    def compile(self, *, memory_bytes: int | None = None, reference: bool = False) -> Program:
+        """Phase 3: derive all communication, order everything, and check the result by replaying it."""
+        from rota.plan.compile import compile_plan
+
+        return compile_plan(self, memory_bytes=memory_bytes, reference=reference)
+
+    # ---- helpers ----
+
+    def _known(self, op: Op | str) -> str:
+        name = op.name if isinstance(op, Op) else op
+        if name not in self._parts:
+            raise InputError(f"the graph has no op named {name!r}")
+        return name
+
+    def _part(self, target: Target) -> Part:
+        if isinstance(target, Part):
+            if target not in self._parts[target.op]:
+                raise CutError(f"{target} is not a part of the plan (any more); it was cut before")
+            return target
+        parts = self._parts[self._known(target)]
+        if len(parts) > 1:
+            raise CutError(f"{parts[0].op} is cut into {len(parts)} already; cut its parts")
+        return parts[0]
+
+    def _moments(self, target: Target | At) -> list[At]:
+        if isinstance(target, At):
+            return [target]
+        if isinstance(target, Part):
+            return [At(part=target)]
+        return [At(part=part) for part in self._parts[self._known(target)]]
+
+    def _cuttable(self, part: Part, frame: Frame, name: str) -> tuple[str, int]:
+        """The dim to cut, and how many indices of what the user named one index of it is."""
+        if name not in frame.dims:
+            factors = [one for one in frame.dims if one.startswith(f"{name}.")]
+            if not factors:
+                free = [one for one, dim in frame.dims.items() if not dim.fixed]
+                can = f"it can be cut along {', '.join(free)}" if free else "it cannot be cut, only replicated"
+                raise CutError(f"{part} has no dim {name!r}; {can}")
+            inner = 1
+            for one in factors[1:]:
+                inner *= frame.dims[one].size
+            name = factors[0]
+            return self._cuttable(part, frame, name)[0], inner
+        dim = frame.dims[name]
+        if dim.fixed:
+            kind = self._op[part.op].kind
+            raise CutError(f"{part} cannot be cut along {name}: the rule of {kind} needs all of it at once")
+        if not dim.reduced and any(names is not None and name not in names for names in frame.makes):
+            raise CutError(f"{part} cannot be cut along {name}: not all of its outputs have it")
+        return name, 1
+
+    def _cut(self, part: Part, dim: Dim, start: int, widths: Sequence[int]) -> list[Part]:
+        made = []
+        low, high = part.share
+        step = (high - low) / len(widths)
+        for i, width in enumerate(widths):
+            ranges = {**dict(part.ranges), dim.name: (start, start + width)}
+            share = (low + i * step, low + (i + 1) * step) if dim.reduced else part.share
+            made.append(replace(part, ranges=tuple(sorted(ranges.items())), share=share))
+            start += width
+        return made
+
+    def _replace(self, part: Part, new: list[Part]) -> list[Part]:
+        parts = self._parts[part.op]
+        at = parts.index(part)
+        parts[at : at + 1] = new
+        device = self._device.pop(part, None)
+        if device is not None:
+            self._device.update(dict.fromkeys(new, device))
+        return new
+
+    def _check_microbatches(self) -> None:
+        if self.microbatches == 1:
+            return
+        size = self.batch_size
+        if size is None or size < self.microbatches:
+            raise InputError(
+                f"a batch of {size or 0} samples cannot be cut into {self.microbatches} micro-batches; use fewer"
+            )
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples the batch has, as far as they can be told apart; None without any."""
+        families = self.refined.batch_families()
+        for name in self.graph.inputs:
+            for size, family in zip(self.refined.shape(name), self.refined.families[name], strict=True):
+                if family in families:
+                    return size
+        return None
+
+    def __repr__(self) -> str:
+        """Short."""
+        cut = sum(1 for parts in self._parts.values() if len(parts) > 1)
+        return f"<Plan of {len(self._parts)} ops ({cut} cut) on {self.devices} devices>"
+
+    def settings(self) -> dict[str, Any]:
+        """Its size, for messages and records."""
+        return {"devices": self.devices, "microbatches": self.microbatches}

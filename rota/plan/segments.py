@@ -1,0 +1,288 @@
+"""Groups the sites of each device into segments: the longest runs of ops between two communications."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rota.errors import CycleError
+from rota.graph.graph import Role
+from rota.graph.rules import occurrences
+from rota.plan.box import Box
+from rota.plan.dependency import Flow, Site, Tie, Wiring, coordinate_of
+from rota.plan.plan import Part
+from rota.plan.program import ONCE, Call, Entry, Exit, Segment, Source
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Draft:
+    """A segment with what it was made of."""
+
+    segment: Segment
+    sites: tuple[Site, ...]
+    entries: tuple[tuple[Site, int, Tie], ...]
+    """For each entry, a use that it serves."""
+    exits: tuple[tuple[Site, int], ...]
+    """For each exit, who makes it and as which output."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Growing:
+    key: tuple[int, int, bool, int, int]
+    sites: list[Site] = field(default_factory=list)
+
+
+def draft_segments(wiring: Wiring) -> list[Draft]:
+    """All segments of a plan, in an order in which each reads only from those before it."""
+    order = _site_order(wiring)
+    depth: dict[int, int] = {}
+    groups: dict[tuple[int, int, bool, int, int], _Growing] = {}
+    of_site: dict[int, _Growing] = {}
+    before = _order_edges(wiring)
+    for site in order:
+        kind = (site.device, site.context, site.grad, wiring.plan.recomputed.get(site.op.name, 0))
+        level = 0
+        for i, name in enumerate(occurrences(site.op)):
+            if site.reads[i] is None or name not in wiring.makers:
+                continue
+            tie = wiring.ties[(site.index, i)]
+            for maker, _ in wiring.makers[name]:
+                if tie.direct:
+                    if maker.device != site.device or maker.context != site.context:
+                        continue
+                    same = of_site[maker.index].key[:4] == kind
+                    level = max(level, depth[maker.index] + (0 if same else 1))
+                elif maker.context in (site.context, ONCE) or tie.forward is None or tie.forward.crossing:
+                    level = max(level, depth[maker.index] + 1)
+        for other in before.get(site.index, ()):
+            level = max(level, depth[other] + 1)
+        depth[site.index] = level
+        key = (*kind, level)
+        group = groups.setdefault(key, _Growing(key=key))
+        group.sites.append(site)
+        of_site[site.index] = group
+    grown = sorted(groups.values(), key=lambda group: (group.key[4], group.sites[0].index))
+    return [_build(wiring, index, group, of_site) for index, group in enumerate(grown)]
+
+
+def _order_edges(wiring: Wiring) -> dict[int, list[int]]:
+    """For each site the sites that the user wants before it, in the forward pass of the same micro-batch."""
+    of_part: dict[Part, list[Site]] = {}
+    for site in wiring.sites:
+        of_part.setdefault(site.part, []).append(site)
+    edges: dict[int, list[int]] = {}
+    for first, second in wiring.plan.order_edges:
+        if first.backward or second.backward or first.microbatch != second.microbatch:
+            continue
+        for one in of_part.get(first.part, ()):
+            for other in of_part.get(second.part, ()):
+                if one.context == other.context or ONCE in (one.context, other.context):
+                    edges.setdefault(other.index, []).append(one.index)
+    return edges
+
+
+def _site_order(wiring: Wiring) -> list[Site]:
+    """The sites in an order that respects the data flow and the user's wishes, else that of the graph."""
+    before = _order_edges(wiring)
+    if not before:
+        return list(wiring.sites)
+    follows: dict[int, list[int]] = {}
+    waiting = dict.fromkeys(range(len(wiring.sites)), 0)
+    for site in wiring.sites:
+        needed = set(before.get(site.index, ()))
+        for name in occurrences(site.op):
+            needed |= {maker.index for maker, _ in wiring.makers.get(name, ())}
+        for other in needed:
+            follows.setdefault(other, []).append(site.index)
+        waiting[site.index] = len(needed)
+    ready = [index for index, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    found: list[Site] = []
+    while ready:
+        index = heapq.heappop(ready)
+        found.append(wiring.sites[index])
+        for other in follows.get(index, ()):
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                heapq.heappush(ready, other)
+    if len(found) < len(wiring.sites):
+        left = {index for index, count in waiting.items() if count > 0}
+        cycle = find_cycle(left, lambda index: [other for other in follows.get(index, ()) if other in left])
+        raise CycleError(
+            "the order contradicts the data flow: " + " -> ".join(str(wiring.sites[index].part) for index in cycle)
+        )
+    return found
+
+
+def find_cycle(nodes: set[int], next_of: Callable[[int], list[int]]) -> list[int]:
+    """A cycle among nodes all of which wait for another one; its first node is repeated at the end."""
+    path: list[int] = []
+    seen: set[int] = set()
+    blocked: set[int] = set()
+
+    def walk(node: int) -> list[int] | None:
+        stack = [(node, iter(next_of(node)))]
+        path.append(node)
+        seen.add(node)
+        while stack:
+            here, rest = stack[-1]
+            for other in rest:
+                if other in seen:
+                    return [*path[path.index(other) :], other]
+                if other not in blocked:
+                    path.append(other)
+                    seen.add(other)
+                    stack.append((other, iter(next_of(other))))
+                    break
+            else:
+                stack.pop()
+                path.pop()
+                seen.discard(here)
+                blocked.add(here)
+        return None
+
+    for node in sorted(nodes):
+        if node not in blocked:
+            cycle = walk(node)
+            if cycle is not None:
+                return cycle
+    return []
+
+
+def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _Growing]) -> Draft:
+    device, context, grad, recompute, _ = group.key
+    slots: dict[tuple[int, int], int] = {}
+    """(site, output) -> slot"""
+    entry_slots: dict[tuple[str, Box, int | None, Flow | None, Flow | None, Box | None], int] = {}
+    entries: list[Entry] = []
+    entry_uses: list[tuple[Site, int, Tie]] = []
+    calls: list[Call] = []
+    count = 0
+    for site in group.sites:
+        reads: list[int] = []
+        for i, name in enumerate(occurrences(site.op)):
+            box = site.reads[i]
+            if box is None:
+                continue
+            tie = wiring.ties[(site.index, i)]
+            maker = _inner_maker(wiring, name, site, box, tie, of_site)
+            if maker is not None:
+                reads.append(slots[maker])
+                continue
+            coordinate = coordinate_of(wiring.plan, wiring.microbatches, site, i) if context != ONCE else None
+            share = next(iter(tie.contribution.values()), None) if tie.backward else None
+            key = (name, box, coordinate, tie.forward, tie.backward, share)
+            if key not in entry_slots:
+                role = wiring.plan.graph.tensors[name].role
+                entry_slots[key] = count
+                entries.append(
+                    Entry(
+                        slot=count,
+                        tensor=name,
+                        box=box,
+                        source=_source(role),
+                        coordinate=coordinate,
+                        grad=tie.backward is not None,
+                    )
+                )
+                entry_uses.append((site, i, tie))
+                count += 1
+            reads.append(entry_slots[key])
+        makes: list[int | None] = []
+        for i, output in enumerate(site.op.outputs):
+            if output is None:
+                makes.append(None)
+            else:
+                slots[(site.index, i)] = count
+                makes.append(count)
+                count += 1
+        calls.append(
+            Call(
+                op=site.op.name,
+                ranges=site.ranges,
+                reads=tuple(reads),
+                makes=tuple(makes),
+                shifted=wiring.microbatches.running[site.op.name].dim if context != ONCE else None,
+            )
+        )
+    exits, exit_sites = _exits(wiring, group, of_site, slots)
+    segment = Segment(
+        index=index,
+        device=device,
+        context=context,
+        grad=grad,
+        recompute=bool(recompute) and grad,
+        calls=tuple(calls),
+        entries=tuple(entries),
+        exits=tuple(exits),
+        slots=count,
+        drops=_drops(calls, exits),
+    )
+    return Draft(segment=segment, sites=tuple(group.sites), entries=tuple(entry_uses), exits=tuple(exit_sites))
+
+
+def _source(role: Role) -> Source:
+    if role in (Role.PARAMETER, Role.BUFFER):
+        return Source.STORED
+    return Source.FREE if role in (Role.INPUT, Role.CONSTANT) else Source.VALUE
+
+
+def _inner_maker(
+    wiring: Wiring, name: str, site: Site, box: Box, tie: Tie, of_site: Mapping[int, _Growing]
+) -> tuple[int, int] | None:
+    """Who makes what a site reads, if that is inside of the same segment."""
+    if not tie.direct:
+        return None
+    for maker, output in wiring.makers[name]:
+        if maker.device == site.device and maker.context == site.context and maker.makes[output] == box:
+            return (maker.index, output) if of_site[maker.index] is of_site[site.index] else None
+    return None
+
+
+def _exits(
+    wiring: Wiring, group: _Growing, of_site: Mapping[int, _Growing], slots: Mapping[tuple[int, int], int]
+) -> tuple[list[Exit], list[tuple[Site, int]]]:
+    exits: list[Exit] = []
+    sites: list[tuple[Site, int]] = []
+    for site in group.sites:
+        for i, name in enumerate(site.op.outputs):
+            box = site.makes[i]
+            if name is None or box is None or not _leaves(wiring, name, site, box, of_site):
+                continue
+            tensor = wiring.plan.graph.tensors[name]
+            exits.append(
+                Exit(slot=slots[(site.index, i)], tensor=name, box=box, grad=tensor.requires_grad and site.grad)
+            )
+            sites.append((site, i))
+    return exits, sites
+
+
+def _leaves(wiring: Wiring, name: str, site: Site, box: Box, of_site: Mapping[int, _Growing]) -> bool:
+    """Whether anybody outside of the segment reads what a site makes."""
+    if name in wiring.results or name == wiring.plan.graph.outputs["loss"]:
+        return True
+    readers = wiring.readers[name]
+    for reader, read in readers:
+        tie = wiring.ties[(reader.index, read)]
+        if tie.direct:
+            inside = of_site[reader.index] is of_site[site.index]
+            if not inside and reader.device == site.device and reader.reads[read] == box:
+                return True
+        elif tie.forward is not None and (tie.forward.crossing or tie.forward.context == site.context):
+            return True
+    return False
+
+
+def _drops(calls: list[Call], exits: list[Exit]) -> tuple[tuple[int, ...], ...]:
+    """For each call the slots that are read for the last time by it, or made and never read."""
+    kept = {one.slot for one in exits}
+    last: dict[int, int] = {}
+    for i, call in enumerate(calls):
+        for slot in (*call.reads, *(one for one in call.makes if one is not None)):
+            last[slot] = i
+    drops: list[list[int]] = [[] for _ in calls]
+    for slot, i in last.items():
+        if slot not in kept:
+            drops[i].append(slot)
+    return tuple(tuple(one) for one in drops)

@@ -1,0 +1,89 @@
+"""Cuts boxes out of tensors and puts them together again; boxes count in factors, tensors have their own dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rota.graph.refine import Factors, local_shape
+from rota.plan.box import Box
+from rota.plan.layout import Kind, Step
+
+
+def cut(tensor: torch.Tensor, factors: Factors, outer: Box, inner: Box) -> torch.Tensor:
+    """The part `inner` of a tensor that holds `outer`; a view where that is possible."""
+    if inner.ranges == outer.ranges:
+        return tensor
+    return tensor.reshape(outer.shape)[inner.inside(outer)].reshape(local_shape(factors, inner.shape))
+
+
+def assemble(parts: Sequence[tuple[Box, torch.Tensor]], factors: Factors, whole: Box) -> torch.Tensor:
+    """The tensor of a box, out of parts that tile it: laid side by side, and summed where their shares differ."""
+    first = parts[0][1]
+    result = torch.zeros(whole.shape, dtype=first.dtype, device=first.device)
+    for box, tensor in parts:
+        common = Box(ranges=box.ranges).intersect(Box(ranges=whole.ranges))
+        if common is None:
+            continue
+        place = result[common.inside(whole)]
+        place += tensor.reshape(box.shape)[common.inside(box)]
+    return result.reshape(local_shape(factors, whole.shape))
+
+
+def exchange(step: Step, inputs: Sequence[torch.Tensor], factors: Factors) -> list[torch.Tensor]:
+    """What a step makes, with all of its group in one process: a collective on lists."""
+    boxes = [piece.box for piece in step.inputs]
+    wanted = [piece.box for piece in step.outputs]
+    match step.kind:
+        case Kind.LOCAL:
+            return [_local(boxes, inputs, wanted[0], factors)]
+        case Kind.SEND:
+            return [inputs[0].clone()]
+        case Kind.ALL_REDUCE:
+            total = _sum(inputs)
+            return [total.clone() for _ in wanted]
+        case Kind.ALL_GATHER:
+            whole = _concatenate(boxes, inputs, factors)
+            return [whole.clone() for _ in wanted]
+        case Kind.REDUCE_SCATTER:
+            total = _sum(inputs)
+            return [cut(total, factors, Box(ranges=boxes[0].ranges), box).clone() for box in wanted]
+        case Kind.ALL_TO_ALL:
+            whole = _concatenate(boxes, inputs, factors)
+            hull = _hull(boxes)
+            return [cut(whole, factors, hull, box).clone() for box in wanted]
+
+
+def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _local(boxes: Sequence[Box], tensors: Sequence[torch.Tensor], wanted: Box, factors: Factors) -> torch.Tensor:
+    if len(boxes) == 1:
+        held = boxes[0]
+        if held.share != wanted.share and held.share[0] != wanted.share[0]:
+            # Of a value that is cut into shares the first is all of it and the others are nothing.
+            return torch.zeros(local_shape(factors, wanted.shape), dtype=tensors[0].dtype, device=tensors[0].device)
+        return cut(tensors[0], factors, held, wanted).clone()
+    return assemble(list(zip(boxes, tensors, strict=True)), factors, wanted)
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    return Box(
+        ranges=tuple(
+            (min(start for start, _ in ranges), max(stop for _, stop in ranges))
+            for ranges in zip(*(box.ranges for box in boxes), strict=True)
+        )
+    )
+
+
+def _concatenate(boxes: Sequence[Box], tensors: Sequence[torch.Tensor], factors: Factors) -> torch.Tensor:
+    """Tensors side by side along the dim in which their boxes differ, in the order of the group."""
+    differing = [dim for dim in range(len(boxes[0].ranges)) if len({box.ranges[dim] for box in boxes}) > 1]
+    dim = differing[0] if differing else 0
+    joined = torch.cat([tensor.reshape(box.shape) for box, tensor in zip(boxes, tensors, strict=True)], dim)
+    return joined.reshape(local_shape(factors, joined.shape))

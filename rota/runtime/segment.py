@@ -1,0 +1,172 @@
+"""Runs a segment of a program: forward under autograd, and backward from the gradients that come back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rota.graph.part import PartCompute, Place, compute_part
+from rota.graph.refine import Refined
+from rota.plan.program import Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    compute: PartCompute
+    reads: tuple[int, ...]
+    makes: tuple[int | None, ...]
+    drops: tuple[int, ...]
+    with_grad: bool
+    autocast: torch.dtype | None
+    writes: frozenset[int]
+    """The positions among the reads of buffers that the op writes."""
+
+
+@dataclass(kw_only=True)
+class Tape:
+    """What a forward run keeps for its backward run."""
+
+    leaves: list[torch.Tensor | None]
+    """For each entry that returns a gradient, the tensor that stands for it in the graph of autograd."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    generator: torch.Tensor | None = None
+    """The state of PyTorch's generator before the run, if it is to be repeated."""
+
+
+class SegmentRunner:
+    """A segment, ready to run."""
+
+    def __init__(self, segment: Segment, refined: Refined) -> None:
+        self.segment = segment
+        ops = {op.name: op for op in refined.graph.ops} if len(segment.calls) > 8 else None
+        self._steps: list[_Step] = []
+        for call, drops in zip(segment.calls, segment.drops, strict=True):
+            op = ops[call.op] if ops is not None else refined.cases[call.op].op
+            written = frozenset(
+                i for i, name in enumerate(_read_names(refined, call.op, call.reads)) if name in op.writes
+            )
+            self._steps.append(
+                _Step(
+                    compute=compute_part(refined, call.op, call.ranges, shifted=call.shifted),
+                    reads=call.reads,
+                    makes=call.makes,
+                    drops=drops,
+                    with_grad=op.with_grad,
+                    autocast=getattr(torch, op.autocast) if op.autocast else None,
+                    writes=written,
+                )
+            )
+
+    def forward(self, values: Sequence[torch.Tensor], place: Place) -> tuple[list[torch.Tensor], Tape | None]:
+        """What goes out, detached, and the tape for the backward run."""
+        segment = self.segment
+        if not segment.grad:
+            with torch.no_grad():
+                return self._run(list(values), place), None
+        if segment.recompute:
+            tape = Tape(leaves=[], generator=torch.get_rng_state() if place.plain else None)
+            with torch.no_grad():
+                return self._run(list(values), place), tape
+        tape, outputs = self._record(values, place, again=False)
+        return [output.detach() for output in outputs], tape
+
+    def backward(
+        self,
+        tape: Tape,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        values: Sequence[torch.Tensor] = (),
+        place: Place | None = None,
+    ) -> list[torch.Tensor | None]:
+        """The gradient of each entry. A segment that is recomputed needs its inputs again."""
+        if self.segment.recompute:
+            assert place is not None
+            with _generator(tape.generator):
+                tape, _ = self._record(values, place, again=True)
+        leaves = [leaf for leaf in tape.leaves if leaf is not None]
+        wanted = [
+            (output, gradient.to(output.dtype))
+            for output, gradient in zip(tape.outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        if not wanted or not leaves:
+            return [None if leaf is None else torch.zeros_like(leaf) for leaf in tape.leaves]
+        found = torch.autograd.grad(
+            [output for output, _ in wanted], leaves, [gradient for _, gradient in wanted], allow_unused=True
+        )
+        rest = iter(found)
+        result: list[torch.Tensor | None] = []
+        for leaf in tape.leaves:
+            gradient = None if leaf is None else next(rest)
+            result.append(torch.zeros_like(leaf) if leaf is not None and gradient is None else gradient)
+        return result
+
+    def _record(self, values: Sequence[torch.Tensor], place: Place, *, again: bool) -> tuple[Tape, list[torch.Tensor]]:
+        leaves: list[torch.Tensor | None] = []
+        inputs: list[torch.Tensor] = []
+        for entry, value in zip(self.segment.entries, values, strict=True):
+            if entry.grad:
+                leaf = value.detach().requires_grad_()
+                leaves.append(leaf)
+                inputs.append(leaf)
+            else:
+                leaves.append(None)
+                inputs.append(value)
+        with torch.enable_grad():
+            outputs = self._run(inputs, place, again=again)
+        return Tape(leaves=leaves, outputs=outputs), outputs
+
+    def _run(self, inputs: list[torch.Tensor], place: Place, *, again: bool = False) -> list[torch.Tensor]:
+        slots: list[Any] = [*inputs, *([None] * (self.segment.slots - len(inputs)))]
+        for entry, value in zip(self.segment.entries, inputs, strict=True):
+            slots[entry.slot] = value
+        inputs.clear()
+        for step in self._steps:
+            values = [slots[slot] for slot in step.reads]
+            if again and step.writes:  # the running statistics were updated the first time
+                values = [value.clone() if i in step.writes else value for i, value in enumerate(values)]
+            with _modes(step):
+                made = step.compute(values, place)
+            for slot, value in zip(step.makes, made, strict=True):
+                if slot is not None:
+                    slots[slot] = value
+            del values, made
+            for slot in step.drops:
+                slots[slot] = None
+        return [slots[exit.slot] for exit in self.segment.exits]
+
+
+def _read_names(refined: Refined, op: str, reads: Sequence[int]) -> list[str]:
+    from rota.graph.rules import occurrences
+
+    names = list(occurrences(refined.cases[op].op))
+    return names if len(names) == len(reads) else []
+
+
+@contextlib.contextmanager
+def _generator(state: torch.Tensor | None) -> Any:
+    """PyTorch's generator as it was, for as long as this lasts."""
+    if state is None:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def _modes(step: _Step) -> contextlib.AbstractContextManager[Any]:
+    if step.with_grad and step.autocast is None:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if not step.with_grad:
+        stack.enter_context(torch.no_grad())
+    if step.autocast is not None:
+        stack.enter_context(torch.autocast("cpu", dtype=step.autocast))
+    return stack
