@@ -22,7 +22,7 @@ Letters = tuple[str, ...]
 Shape = tuple[int, ...]
 
 _WORD = re.compile(r"\*|\.|[A-Za-z][A-Za-z0-9_]*[+^]?")
-_LEADING = re.compile(r"d[0-9]+[+^]?")
+_LEADING = re.compile(r"d[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,6 @@ def _check_words(words: list[str], text: str) -> None:
             raise RuleError(f"{word!r} in the rule {text!r} is not a dim; use words, with + or ^ behind them, * or .")
     if words.count("*") > 1:
         raise RuleError(f"the rule {text!r} has two * in one tensor")
-    if "*" in words and any(_LEADING.fullmatch(word) for word in words):
-        raise RuleError(f"the rule {text!r} uses d0, d1, ..., which are the names of the dims of *; use other words")
 
 
 def _check_marks(reads: list[list[str]], makes: list[list[str]], text: str) -> None:
@@ -169,6 +167,10 @@ def _check_marks(reads: list[list[str]], makes: list[list[str]], text: str) -> N
     for word in itertools.chain.from_iterable([*reads, *makes]):
         name, mark = _name(word), word[len(_name(word)) :]
         marks[name] = max(marks.get(name, ""), mark)
+    if "*" in marks and any(_LEADING.fullmatch(name) for name in marks):
+        raise RuleError(f"the rule {text!r} uses d0, d1, ..., which are the names of the dims of *; use other words")
+    if "*" in marks and "*" not in everywhere:
+        raise RuleError(f"the rule {text!r} has a * that is not in every output; name the dims that are summed")
     for name, mark in marks.items():
         if name in ("*", ".") or mark == "^":
             continue

@@ -189,9 +189,8 @@ class _Lowering:
             other = self._with_sends(before, after, reference.elements)
             if route is None or (other is not None and other.cost.time_s < route.cost.time_s):
                 route = other
-        if route is None or reference <= route.cost:
-            return lower_reference(self._source, self._target)
-        return self._emit(route, after)
+        steps = self._emit(route, after) if route is not None and route.cost < reference else None
+        return lower_reference(self._source, self._target) if steps is None else steps
 
     # --- In and out of whole numbers -------------------------------------------------------------------------------
 
@@ -269,6 +268,7 @@ class _Lowering:
         order = itertools.count()
         best: dict[_State, float] = {start: 0.0}
         queue: list[tuple[float, int, _State, _Cost, tuple[_Move, ...]]] = [(0.0, next(order), start, _Cost(), ())]
+        held = [set(blocks) for blocks in _by_device(self._held).values()]
         states_left = _MOST_BLOCKS // len(start)
         while queue and states_left > 0:
             _, _, state, cost, path = heapq.heappop(queue)
@@ -278,6 +278,8 @@ class _Lowering:
                 continue
             states_left -= 1
             for move in moves.all(state):
+                if move.kind is not Kind.LOCAL and _makes_again(move, path, held):
+                    continue
                 total = cost + move.cost(self._price)
                 known = best.get(move.after, math.inf)
                 if total.elements > most_elements or total.time_s >= known:
@@ -309,8 +311,9 @@ class _Lowering:
                     starts.append(((move,), start))
         if after is not None:
             hints = tuple(placed for _, layout in starts for placed in layout)
-            for move in _gathers(tuple(after.values()), dims, hints=hints):
-                ends.append(((move,), tuple(zip(after, move.before, strict=True))))
+            if after.items().isdisjoint(self._held):
+                for move in _gathers(tuple(after.values()), dims, hints=hints):
+                    ends.append(((move,), tuple(zip(after, move.before, strict=True))))
         best: _Route | None = None
         for (first, held), (last, wanted) in itertools.product(starts, ends):
             cost = sum((move.cost(self._price) for move in (*first, *last)), _Cost())
@@ -345,7 +348,8 @@ class _Lowering:
 
     # --- Steps -----------------------------------------------------------------------------------------------------
 
-    def _emit(self, route: _Route, after: dict[int, _Block] | None) -> tuple[Step, ...]:
+    def _emit(self, route: _Route, after: dict[int, _Block] | None) -> tuple[Step, ...] | None:
+        """A route's steps; None if a collective would make a piece a second time."""
         steps = list(self._merges())
         steps.extend(self._move_steps(route.first, tuple(dict(self._merged))))
         if route.sends is not None:
@@ -483,6 +487,14 @@ def _edges_within(whole: Range, limits: list[Range]) -> Sequence[int] | None:
     even = list(itertools.accumulate(even_widths(stop - start, count), initial=start))
     moved = [start, *(min(max(edge, low), high) for edge, (low, high) in zip(even[1:], limits, strict=False)), stop]
     return moved if all(one < other for one, other in itertools.pairwise(moved)) else even
+
+
+def _makes_again(move: _Move, path: Sequence[_Move], held: Sequence[set[_Block]]) -> bool:
+    """Whether a device gets a block that it has had before: then it need not take part."""
+    return any(
+        block in held[position] or any(block == earlier.before[position] for earlier in path)
+        for position, block in enumerate(move.after)
+    )
 
 
 def _together(kind: Kind, state: _State, tiling: _Tiling) -> _Move:
@@ -658,14 +670,16 @@ def _tile(blocks: Sequence[_Block], whole: _Block) -> bool:
     )
 
 
-def _only_needed(steps: Iterable[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
-    """The steps without those whose outputs are there already, or are never read."""
+def _only_needed(steps: Iterable[Step], source: Layout, target: Layout) -> tuple[Step, ...] | None:
+    """The steps without those whose outputs are there already, or are never read; None if some outputs are there."""
     there = set(source)
     fresh = []
     for step in steps:
-        if not there.issuperset(step.outputs):
+        if there.isdisjoint(step.outputs):
             fresh.append(step)
             there.update(step.outputs)
+        elif not there.issuperset(step.outputs):
+            return None
     read = set(target) - set(source)
     needed = []
     for step in reversed(fresh):

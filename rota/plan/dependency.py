@@ -180,10 +180,14 @@ class _Wirer:
         grad = op.with_grad and any(name is not None and self.graph.tensors[name].requires_grad for name in op.outputs)
         once = running.mode is Mode.ONCE
         contexts = [(ONCE, 0)] if once else list(enumerate(self.micro.distinct_widths))
+        copies: set[tuple[object, int]] = set()
         for part in self.plan.parts(op):
             device = self.plan.device_of(part)
             if device is None:
                 raise PlacementError(f"{part} has no device; assign it to one of 0 to {self.plan.devices - 1}")
+            if (part.ranges, device) in copies:
+                raise PlacementError(f"{part} is on device {device} twice; copies must be on different devices")
+            copies.add((part.ranges, device))
             for context, width in contexts:
                 ranges = local_ranges(part, frame, running, width=width)
                 site = Site(

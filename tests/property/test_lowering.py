@@ -32,8 +32,6 @@ def run(steps, held):
         assert len(outputs) == len(step.outputs), str(step)
         for piece, array in zip(step.outputs, outputs, strict=True):
             assert array.shape == piece.box.shape, str(step)
-            if piece in arrays:
-                np.testing.assert_array_equal(arrays[piece], array, err_msg=f"{step} changes a piece")
             arrays[piece] = array
     return arrays
 
@@ -130,9 +128,11 @@ def received(steps):
 
 def check(steps, source, target, shape):
     values = Values(source, shape)
+    there = set(source)
     for step in steps:
         assert check_step(step) is None
-        assert set(step.outputs).isdisjoint(source), f"{step} makes what is there"
+        assert there.isdisjoint(step.outputs), f"{step} makes what is there"
+        there.update(step.outputs)
     arrays = run(steps, {piece: values(piece.box) for piece in source})
     for piece in target:
         np.testing.assert_array_equal(arrays[piece], values(piece.box), err_msg=str(piece))
