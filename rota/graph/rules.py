@@ -602,7 +602,8 @@ def _loss_local(case: Case, cut: LocalCut) -> Compute:
     """A part of a mean is the sum of its part over the number of all."""
     if case.argument("reduction") != _MEAN:
         return _call(case)
-    total, count = _call(case, reduction=_SUM), math.prod(torch.broadcast_shapes(*case.reads))
+    signature = _pointwise_loss(case)
+    total, count = _call(case, reduction=_SUM), math.prod(signature.sizes.values())
     return lambda values: total(values) / count
 
 

@@ -160,8 +160,6 @@ class _Builder:
             gradients = tuple(tuple(self._gradient_values(draft, i, m)) for i in range(len(segment.exits)))
             seeds = tuple(i for i, exit in enumerate(segment.exits) if exit.tensor == loss)
             adds = tuple(self._added_values(draft, m))
-            if not seeds and not any(gradients):
-                continue  # nothing comes back: what it makes does not reach the loss
             yield Node(
                 kind=NodeKind.BACKWARD,
                 microbatch=m,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rota.errors import CoverError, PlacementError
-from rota.graph.graph import Op, Role
+from rota.graph.graph import Graph, Op, Role
 from rota.graph.part import Ranges, makes_of, reads_of
 from rota.graph.rules import occurrences
 from rota.plan.box import Box, missing
@@ -102,6 +102,8 @@ class Wiring:
     forward: Mapping[str, tuple[Flow, ...]]
     backward: Mapping[str, tuple[Flow, ...]]
     """tensor -> the flows of its gradient"""
+    differentiated: frozenset[str]
+    """The tensors whose gradient is needed."""
     results: Mapping[str, Flow]
     """tensor that is returned or replaces a buffer -> the flow that brings it to where it is wanted"""
 
@@ -138,6 +140,7 @@ class _Wirer:
         self.lower = lower
         self.graph = plan.graph
         self.micro = microbatches_of(plan)
+        self.differentiated = _differentiated(plan.graph)
         self.sites: list[Site] = []
         self.makers: dict[str, list[tuple[Site, int]]] = {}
         self.uses: dict[str, list[Use]] = {}
@@ -169,6 +172,7 @@ class _Wirer:
             ties=self.ties,
             forward={name: tuple(flows) for name, flows in self.forward.items()},
             backward={name: tuple(flows) for name, flows in self.backward.items()},
+            differentiated=frozenset(self.differentiated),
             results=self.results,
         )
 
@@ -177,7 +181,7 @@ class _Wirer:
     def _place(self, op: Op) -> None:
         frame = self.plan.refined.frames[op.name]
         running = self.micro.running[op.name]
-        grad = op.with_grad and any(name is not None and self.graph.tensors[name].requires_grad for name in op.outputs)
+        grad = any(name in self.differentiated for name in op.outputs)
         once = running.mode is Mode.ONCE
         contexts = [(ONCE, 0)] if once else list(enumerate(self.micro.distinct_widths))
         copies: set[tuple[object, int]] = set()
@@ -256,7 +260,7 @@ class _Wirer:
             aligned = self._is_aligned(name, use)
             context = use.site.context if aligned else ONCE
             by_op.setdefault((use.site.op.name, use.read, context, not aligned), []).append(use)
-        wanted = tensor.requires_grad
+        wanted = name in self.differentiated
         needs: list[tuple[frozenset[Piece], int, bool, list[Use]]] = []
         for (_, _, context, crossing), group in by_op.items():
             need = frozenset(self._needs(group, crossing))
@@ -419,6 +423,15 @@ class _Wirer:
             if new == name:
                 need += [Piece(device=piece.device, box=piece.box) for piece in self.stored[buffer]]
         self.results[name] = self._forward_flow(name, frozenset(need), ONCE, crossing)
+
+
+def _differentiated(graph: Graph) -> set[str]:
+    """The tensors whose gradient is needed: those on a way from a trained parameter to the loss."""
+    found = {graph.outputs["loss"]} if graph.loss.requires_grad else set()
+    for op in reversed(graph.ops):
+        if op.with_grad and any(name in found for name in op.outputs):
+            found |= {name for name in op.inputs if graph.tensors[name].requires_grad}
+    return found
 
 
 def _disjoint(boxes: list[Box]) -> list[Box]:

@@ -250,10 +250,7 @@ def _exits(
             box = site.makes[i]
             if name is None or box is None or not _leaves(wiring, name, site, box, of_site):
                 continue
-            tensor = wiring.plan.graph.tensors[name]
-            exits.append(
-                Exit(slot=slots[(site.index, i)], tensor=name, box=box, grad=tensor.requires_grad and site.grad)
-            )
+            exits.append(Exit(slot=slots[(site.index, i)], tensor=name, box=box, grad=name in wiring.differentiated))
             sites.append((site, i))
     return exits, sites
 
