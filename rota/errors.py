@@ -10,7 +10,6 @@
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
     │   └── CorruptCheckpointError   its files are truncated or altered
     ├── CaptureError             a model cannot be turned into a graph
-    ├── PlanError                a plan cannot be turned into programs: what is needed is nowhere produced
     ├── PlanError                a plan cannot be made, compiled or run
     │   ├── RuleError            the rule of an op is wrong, or does not fit it
     │   ├── CutError             an op cannot be cut in this way
@@ -59,10 +58,6 @@ class CorruptCheckpointError(CheckpointError):
 
 class CaptureError(RotaError):
     """A model's code cannot be turned into a graph."""
-
-
-class PlanError(RotaError):
-    """A plan needs what none of its parts produces."""
 
 
 class PlanError(RotaError):

@@ -30,6 +30,13 @@ class Box:
     ranges: tuple[Range, ...]
     share: Share = WHOLE_VALUE
 
+    def __hash__(self) -> int:
+        """Of the plain numbers: the hash of a fraction is dear, and boxes are keys everywhere."""
+        if self.share is WHOLE_VALUE:
+            return hash((self.ranges, 0, 1))
+        (a, b), (c, d) = self.share[0].as_integer_ratio(), self.share[1].as_integer_ratio()
+        return hash((self.ranges, a, c)) if b == d == 1 else hash((self.ranges, a, b, c, d))
+
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """All of a tensor."""
@@ -58,11 +65,22 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """What both have, or None."""
         assert len(self.ranges) == len(other.ranges), "boxes of different tensors"
-        ranges = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
+        if self.ranges == other.ranges:
+            ranges = self.ranges
+            if any(start >= stop for start, stop in ranges):
+                return None
+        else:
+            found = []
+            for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True):
+                start, stop = max(a, c), min(b, d)
+                if start >= stop:
+                    return None
+                found.append((start, stop))
+            ranges = tuple(found)
+        if self.share is other.share:
+            return Box(ranges=ranges, share=self.share)
         share = (max(self.share[0], other.share[0]), min(self.share[1], other.share[1]))
-        if share[0] >= share[1] or any(start >= stop for start, stop in ranges):
-            return None
-        return Box(ranges=ranges, share=share)
+        return Box(ranges=ranges, share=share) if share[0] < share[1] else None
 
     def contains(self, other: Box) -> bool:
         """Whether the other lies within this one."""

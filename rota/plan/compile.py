@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rota.graph.graph import Role
@@ -13,7 +14,7 @@ from rota.plan.layout import Piece
 from rota.plan.microbatches import Mode
 from rota.plan.ordering import order_nodes
 from rota.plan.plan import Plan
-from rota.plan.program import ONCE, FlowInfo, Node, NodeKind, Program, Result, Segment, Source, Value
+from rota.plan.program import ONCE, FlowInfo, Node, NodeKind, Program, Result, Segment, Value
 from rota.plan.reference import lower_reference
 from rota.plan.segments import Draft, draft_segments
 
@@ -22,16 +23,26 @@ def compile_plan(plan: Plan, *, memory_bytes: int | None = None, reference: bool
     """Derive, order and check. `reference` uses only slices, sends and sums instead of collectives."""
     from rota.plan.check import check, check_fits
 
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small values are made and none of them is garbage
+    try:
+        program = _compile(plan, reference=reference)
+        check(program)
+    finally:
+        if collecting:
+            gc.enable()
+    if memory_bytes is not None:
+        check_fits(program, memory_bytes)
+    return program
+
+
+def _compile(plan: Plan, *, reference: bool) -> Program:
     wiring = wire(plan, lower_reference if reference else lower)
     drafts = draft_segments(wiring)
     builder = _Builder(wiring, drafts)
     nodes = builder.nodes()
     nodes = order_nodes(plan, drafts, nodes)
-    program = builder.program(nodes)
-    check(program)
-    if memory_bytes is not None:
-        check_fits(program, memory_bytes)
-    return program
+    return builder.program(nodes)
 
 
 @dataclass
@@ -42,6 +53,23 @@ class _Boxes:
 
     def number(self, box: Box) -> int:
         return self.numbers.setdefault(box, len(self.numbers))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pattern:
+    """A value of a node, for any micro-batch."""
+
+    own: bool
+    """It belongs to the node's micro-batch."""
+    value: Value | None = None
+    each: Callable[[int], Value] | None = None
+    """Where every micro-batch has another box."""
+
+    def at(self, microbatch: int) -> Value:
+        if self.each is not None:
+            return self.each(microbatch)
+        assert self.value is not None
+        return Value(self.value.name, microbatch, self.value.box) if self.own else self.value
 
 
 class _Builder:
@@ -59,7 +87,7 @@ class _Builder:
         ]
         self.flow_number = {id(flow): i for i, flow in enumerate(self.flows)}
         self._sources: dict[int, dict[Piece, Value]] = {}
-        self._returned: dict[int, set[tuple[int, Box, int]]] = {}
+        self._returned: dict[int, set[Piece]] = {}
 
     # ---- values ----
 
@@ -130,83 +158,105 @@ class _Builder:
             for site, _, tie in draft.entries:
                 if tie.backward is not None:
                     found = self._returned.setdefault(id(tie.backward), set())
-                    for m, box in tie.contribution.items():
-                        found.add((site.device, box, m if tie.backward.crossing else ONCE))
+                    found |= {Piece(device=site.device, box=box) for box in tie.contribution.values()}
         for flow in self.flows:
             if flow.backward:
                 found = self._returned.setdefault(id(flow), set())
                 for step in flow.steps:
-                    found |= {(piece.device, piece.box, ONCE) for piece in step.outputs}
+                    found |= set(step.outputs)
 
     def _comes(self, flow: Flow, device: int, box: Box) -> bool:
-        return any(d == device and b == box for d, b, _ in self._returned.get(id(flow), ()))
+        return Piece(device=device, box=box) in self._returned.get(id(flow), ())
 
     def _runs(self, draft: Draft) -> Iterator[Node]:
         segment = draft.segment
         loss = self.plan.graph.outputs["loss"]
-        for m in self._microbatches(segment.context):
-            reads = tuple(self._read_values(draft, m))
-            makes = tuple(Value(exit.tensor, m, self.boxes.number(exit.box)) for exit in segment.exits)
+        microbatches = self._microbatches(segment.context)
+        first = microbatches[0]
+        # All micro-batches of a context look alike: what differs is the number in the names of values.
+        reads = [self._read_pattern(draft, i, first) for i in range(len(segment.entries))]
+        adds = [self._add_pattern(draft, i) for i in range(len(segment.entries))]
+        makes = [_Pattern(own=True, value=self._named(exit.tensor, exit.box)) for exit in segment.exits]
+        gradients = [self._gradient_patterns(draft, i) for i in range(len(segment.exits))]
+        seeds = tuple(i for i, exit in enumerate(segment.exits) if exit.tensor == loss)
+        devices = (segment.device,)
+        for m in microbatches:
+            values = tuple(None if one is None else one.at(m) for one in reads)
             yield Node(
                 kind=NodeKind.FORWARD,
                 microbatch=m,
-                devices=(segment.device,),
+                devices=devices,
                 segment=segment.index,
-                reads=reads,
-                makes=makes,
+                reads=values,
+                makes=tuple(one.at(m) for one in makes),
             )
-            if not segment.grad:
-                continue
-            gradients = tuple(tuple(self._gradient_values(draft, i, m)) for i in range(len(segment.exits)))
-            seeds = tuple(i for i, exit in enumerate(segment.exits) if exit.tensor == loss)
-            adds = tuple(self._added_values(draft, m))
-            yield Node(
-                kind=NodeKind.BACKWARD,
-                microbatch=m,
-                devices=(segment.device,),
-                segment=segment.index,
-                reads=reads if segment.recompute else (),
-                gradients=gradients,
-                adds=adds,
-                seeds=seeds,
-            )
+            if segment.grad:
+                yield Node(
+                    kind=NodeKind.BACKWARD,
+                    microbatch=m,
+                    devices=devices,
+                    segment=segment.index,
+                    reads=values if segment.recompute else (),
+                    gradients=tuple(tuple(one.at(m) for one in ones) for ones in gradients),
+                    adds=tuple(None if one is None else one.at(m) for one in adds),
+                    seeds=seeds,
+                )
 
-    def _read_values(self, draft: Draft, m: int) -> Iterator[Value | None]:
-        for entry, (site, read, tie) in zip(draft.segment.entries, draft.entries, strict=True):
-            if entry.source is Source.FREE:
-                yield None
-                continue
-            assert tie.forward is not None
-            box = entry.box
-            if tie.forward.crossing:
-                box = self.wiring.read_box(site, read, m)
-            yield self._value(tie.forward, Piece(device=site.device, box=box), m)
+    def _named(self, name: str, box: Box) -> Value:
+        return Value(name, ONCE, self.boxes.number(box))
 
-    def _gradient_values(self, draft: Draft, exit: int, m: int) -> Iterator[Value]:
+    def _read_pattern(self, draft: Draft, entry: int, first: int) -> _Pattern | None:
+        site, read, tie = draft.entries[entry]
+        flow = tie.forward
+        if flow is None:
+            return None
+        device, box = site.device, draft.segment.entries[entry].box
+        if not flow.crossing:
+            return _Pattern(own=first != ONCE, value=self._value(flow, Piece(device=device, box=box), ONCE))
+        if first == ONCE or draft.segment.entries[entry].coordinate is None:
+            return _Pattern(own=False, value=self._value(flow, Piece(device=device, box=box), ONCE))
+        return _Pattern(
+            own=False,
+            each=lambda m: self._value(flow, Piece(device=device, box=self.wiring.read_box(site, read, m)), m),
+        )
+
+    def _add_pattern(self, draft: Draft, entry: int) -> _Pattern | None:
+        _, _, tie = draft.entries[entry]
+        flow = tie.backward
+        if flow is None:
+            return None
+        if set(tie.contribution) == {ONCE}:
+            return _Pattern(own=not flow.crossing, value=self._named(flow.name, tie.adds_to(ONCE)))
+        return _Pattern(own=False, each=lambda m: self._named(flow.name, tie.adds_to(m)))
+
+    def _gradient_patterns(self, draft: Draft, exit: int) -> list[_Pattern]:
         site, output = draft.exits[exit]
-        name = site.op.outputs[output]
-        box = site.makes[output]
+        name, box = site.op.outputs[output], site.makes[output]
         assert name is not None
         assert box is not None
+        found: list[_Pattern] = []
         if not draft.segment.exits[exit].grad:
-            return
+            return found
+        made = self.micro.made[name]
+        ranges = Box(ranges=box.ranges)
         for flow in self.wiring.backward.get(name, ()):
-            if not flow.crossing and flow.context != site.context:
-                continue
-            wanted = Box(ranges=box.ranges)
-            if flow.crossing and m != ONCE:
-                wanted = Box(ranges=self.micro.everywhere(box, self.micro.made[name], m).ranges)
-            if self._comes(flow, site.device, wanted):
-                yield Value(flow.name, ONCE if flow.crossing else m, self.boxes.number(wanted))
+            if not flow.crossing:
+                if flow.context == site.context and self._comes(flow, site.device, ranges):
+                    found.append(_Pattern(own=True, value=self._named(flow.name, ranges)))
+            elif site.context == ONCE or made.coordinate is None:
+                if self._comes(flow, site.device, ranges):
+                    found.append(_Pattern(own=False, value=self._named(flow.name, ranges)))
+            elif self._comes(flow, site.device, self._ranges_at(ranges, name, self._microbatches(site.context)[0])):
+                found.append(
+                    _Pattern(
+                        own=False,
+                        each=lambda m, flow=flow: self._named(flow.name, self._ranges_at(ranges, name, m)),  # type: ignore[misc]
+                    )
+                )
+        return found
 
-    def _added_values(self, draft: Draft, m: int) -> Iterator[Value | None]:
-        for _, _, tie in draft.entries:
-            if tie.backward is None:
-                yield None
-                continue
-            crossing = tie.backward.crossing
-            box = tie.contribution[m if crossing else ONCE]
-            yield Value(tie.backward.name, ONCE if crossing else m, self.boxes.number(box))
+    def _ranges_at(self, box: Box, name: str, microbatch: int) -> Box:
+        return self.micro.shifted(box, self.micro.made[name].coordinate, microbatch)
 
     # ---- the program ----
 

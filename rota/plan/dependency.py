@@ -79,9 +79,14 @@ class Tie:
     backward: Flow | None
     """None where no gradient is wanted."""
     contribution: dict[int, Box] = field(default_factory=dict)
-    """micro-batch (or ONCE) -> the piece of the gradient's source layout that it adds to"""
+    """micro-batch -> the piece of the gradient's source layout that it adds to; only ONCE if it is always the same"""
     direct: bool = False
     """What the device itself made is what is read, in both passes: no value leaves the device's own computation."""
+
+    def adds_to(self, microbatch: int) -> Box:
+        """The piece of the gradient's source layout that a micro-batch adds to."""
+        found = self.contribution.get(microbatch)
+        return self.contribution[ONCE] if found is None else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,12 +235,7 @@ class _Wirer:
         for use in self.uses.get(name, ()):
             box = use.site.reads[use.read]
             assert box is not None
-            context = use.site.context
-            for microbatch in [ONCE] if context == ONCE else self._of_context(context):
-                coordinate = None if context == ONCE else coordinate_of(self.plan, self.micro, use.site, use.read)
-                boxes.setdefault(use.site.device, []).append(
-                    box if microbatch == ONCE else self.micro.shifted(box, coordinate, microbatch)
-                )
+            boxes.setdefault(use.site.device, []).extend(moved for _, moved in self._everywhere(use, box, True))
         if not boxes:
             boxes[0] = [Box.whole(shape)]
         pieces = [Piece(device=device, box=box) for device, found in boxes.items() for box in _disjoint(found)]
@@ -295,12 +295,20 @@ class _Wirer:
         for use in group:
             box = use.site.reads[use.read]
             assert box is not None
-            if not crossing or use.site.context == ONCE:
-                yield Piece(device=use.site.device, box=box)
-                continue
-            coordinate = coordinate_of(self.plan, self.micro, use.site, use.read)
-            for microbatch in self._of_context(use.site.context):
-                yield Piece(device=use.site.device, box=self.micro.shifted(box, coordinate, microbatch))
+            for _, moved in self._everywhere(use, box, crossing):
+                yield Piece(device=use.site.device, box=moved)
+
+    def _everywhere(self, use: Use, box: Box, crossing: bool) -> Iterator[tuple[int, Box]]:
+        """The box of a read in the whole tensor at each micro-batch; once if it is the same at all of them."""
+        if not crossing or use.site.context == ONCE:
+            yield ONCE, box
+            return
+        coordinate = coordinate_of(self.plan, self.micro, use.site, use.read)
+        if coordinate is None:
+            yield ONCE, box
+            return
+        for microbatch in self._of_context(use.site.context):
+            yield microbatch, self.micro.shifted(box, coordinate, microbatch)
 
     def _sources(self, name: str, context: int, crossing: bool) -> list[Piece]:
         """What is there of a tensor: what its makers made, or what is stored."""
@@ -346,14 +354,8 @@ class _Wirer:
         for use in group:
             box = use.site.reads[use.read]
             assert box is not None
-            microbatches = self._of_context(use.site.context) if crossing and use.site.context != ONCE else [ONCE]
-            for microbatch in microbatches:
-                moved = box
-                if microbatch != ONCE:
-                    moved = self.micro.shifted(
-                        box, coordinate_of(self.plan, self.micro, use.site, use.read), microbatch
-                    )
-                one = Part(op=use.site.op.name, ranges=use.site.part.ranges)
+            one = Part(op=use.site.op.name, ranges=use.site.part.ranges)
+            for microbatch, moved in self._everywhere(use, box, crossing):
                 contributions.append((use, microbatch, (one, microbatch), moved))
         shared = _shares([(who, use.site.device, box) for use, _, who, box in contributions])
         source = canonical(Piece(device=use.site.device, box=shared[(who, box)]) for use, _, who, box in contributions)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from rota.errors import PlanError
+from rota.errors import CoverError
 from rota.plan.box import Box
 from rota.plan.layout import Kind, Layout, Piece, Step, canonical
 
@@ -84,7 +84,7 @@ def _choose(target: Piece, replicas: _Replicas, turn: int) -> list[_Part]:
         parts, still_left = _cover(target, replicas.by_volume(), replicas, turn)
         if still_left:
             needed = f"device {target.device} needs {target.box}"
-            raise PlanError(f"{needed}, of which {left[0]} cannot be made from the layout {replicas}")
+            raise CoverError(f"{needed}, of which {left[0]} cannot be made from the layout {replicas}")
     return parts
 
 

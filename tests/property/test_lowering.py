@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.errors import PlanError
+from rota.errors import CoverError
 from rota.plan.box import Box, even_widths
 from rota.plan.collectives import Link, lower
 from rota.plan.layout import Kind, Piece, Step, canonical
@@ -430,11 +430,11 @@ def test_a_layout_with_a_hole_is_refused(lowering, degrees):
     source = grid(degrees, shape)
     for i in range(4):
         with pytest.raises(
-            PlanError, match=r"device 0 needs \[0:8, 0:4\], of which \[.* cannot be made from"
+            CoverError, match=r"device 0 needs \[0:8, 0:4\], of which \[.* cannot be made from"
         ) as caught:
             lowering(source[:i] + source[i + 1 :], grid({"R": 4}, shape))
         assert str(source[i].box) in str(caught.value)
-    with pytest.raises(PlanError, match="from the layout nothing"):
+    with pytest.raises(CoverError, match="from the layout nothing"):
         lowering((), source)
 
 
@@ -444,7 +444,7 @@ def test_values_that_are_shared_out_in_two_ways_are_not_mixed(lowering):
     whole = Box.whole(shape)
     half, other_half = whole.split_value(2)
     source = (Piece(device=0, box=whole), Piece(device=1, box=half))
-    with pytest.raises(PlanError, match=r"1/2\.\.1 cannot be made"):
+    with pytest.raises(CoverError, match=r"1/2\.\.1 cannot be made"):
         lowering(source, (Piece(device=1, box=other_half),))
     assert kinds(lowering(source, (Piece(device=1, box=whole),))) == [Kind.SEND]
 
