@@ -281,14 +281,13 @@ class _Lowering:
                 if move.kind is not Kind.LOCAL and _makes_again(move, path, held):
                     continue
                 total = cost + move.cost(self._price)
-                known = best.get(move.after, math.inf)
-                if total.elements > most_elements or total.time_s >= known:
+                if total.time_s >= best.get(move.after, math.inf):
                     continue
-                best[move.after] = total.time_s
                 # What a device needs and does not have must arrive, whatever the way.
                 lacking = list(map(_lacking, move.after, goal))
                 if total.elements + sum(lacking) > most_elements:
                     continue
+                best[move.after] = total.time_s
                 rest_s = self._price.latency_s + max(lacking) * self._price.element_s if any(lacking) else 0.0
                 heapq.heappush(queue, (total.time_s + rest_s, next(order), move.after, total, (*path, move)))
         return None

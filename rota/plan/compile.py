@@ -285,10 +285,13 @@ class _Builder:
             flows=tuple(
                 FlowInfo(
                     tensor=flow.tensor,
+                    name=flow.name,
                     backward=flow.backward,
                     source=flow.source,
                     target=flow.target,
+                    context=flow.context,
                     crossing=flow.crossing,
+                    steps=flow.steps,
                     why=self._why(flow),
                 )
                 for flow in self.flows

@@ -137,10 +137,15 @@ class FlowInfo:
     """What a flow is for, to be told to people."""
 
     tensor: str
+    name: str
+    """What its values are called."""
     backward: bool
     source: Layout
     target: Layout
+    context: int
     crossing: bool
+    """Between values of micro-batches and of the whole step; its boxes count in the whole tensor."""
+    steps: tuple[Step, ...]
     why: str
 
 

@@ -202,6 +202,23 @@ def test_regular_layouts_on_devices_in_any_order(data):
     check_both(*layouts, shape)
 
 
+def test_the_order_of_a_group_is_that_of_its_parts():
+    shape = (9, 10)
+    shuffled = [2, 0, 3, 1]
+    for axis, other, kind in (("D0", "R", Kind.ALL_GATHER), ("V", "D1", Kind.REDUCE_SCATTER)):
+        source, target = (grid({degree: 4}, shape, devices=shuffled) for degree in (axis, other))
+        (step,) = check_both(source, target, shape)
+        assert step.kind is kind
+        assert step.group == tuple(shuffled)
+
+
+def test_groups_may_be_cut_in_different_places():
+    top, bottom = Box.whole((4, 10)).split(0, [2, 2])
+    source = tuple(Piece(device=i, box=box) for i, box in enumerate((*top.split_value(2), *bottom.split_value(2))))
+    target = tuple(Piece(device=i, box=box) for i, box in enumerate((*top.split(1, [3, 7]), *bottom.split(1, [8, 2]))))
+    assert kinds(check_both(source, target, (4, 10))) == [Kind.REDUCE_SCATTER] * 2
+
+
 def kinds(steps):
     return [step.kind for step in steps if step.kind is not Kind.LOCAL]
 
@@ -333,6 +350,14 @@ def test_shares_that_were_added_are_not_taken_apart_again():
     check_both(source, grid({"V": 4, "R": 4}, shape, devices=range(2, 18)), shape)
 
 
+def test_shares_are_added_only_for_those_who_need_no_part_of_the_sum():
+    shape = (4, 4)
+    source = grid({"V": 4}, shape, devices=[0, 0, 1, 1])
+    half, quarter = Box.whole(shape).split_value(2)[0], Box.whole(shape).split_value(4)[0]
+    check_both(source, (Piece(device=2, box=half), Piece(device=3, box=quarter)), shape)
+    assert len(kinds(check_both(source, (Piece(device=2, box=half),), shape))) == 1
+
+
 # --- Other devices -------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +436,15 @@ def test_one_irregular_box_on_each_device(data):
     check_both(*layouts, shape)
 
 
+def test_a_device_that_has_a_piece_takes_no_part_in_gathering_it():
+    shape = (5, 6)
+    upper, lower_rows = Box.whole(shape).split(0, [3, 2])
+    before = [lower_rows, *upper.split_value(3)] * 3
+    after = [*upper.split(0, [1, 2]), lower_rows] * 4
+    layouts = [tuple(Piece(device=i, box=box) for i, box in enumerate(boxes)) for boxes in (before, after)]
+    check_both(*layouts, shape)
+
+
 def test_a_scalar_and_an_empty_tensor():
     source = tuple(Piece(device=i, box=box) for i, box in enumerate(Box.whole(()).split_value(3)))
     target = tuple(Piece(device=i, box=Box.whole(())) for i in range(3))
@@ -436,6 +470,13 @@ def test_a_layout_with_a_hole_is_refused(lowering, degrees):
         assert str(source[i].box) in str(caught.value)
     with pytest.raises(CoverError, match="from the layout nothing"):
         lowering((), source)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_an_overlap_does_not_make_up_for_a_hole(lowering):
+    source = tuple(Piece(device=i, box=Box(ranges=(one,))) for i, one in enumerate([(0, 2), (1, 3)]))
+    with pytest.raises(CoverError, match=r"\[3:4\] cannot be made"):
+        lowering(source, tuple(Piece(device=i, box=Box.whole((4,))) for i in range(2)))
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -540,6 +581,13 @@ def test_wrong_steps_by_hand():
     assert "one of the inputs" in local(whole)
     assert "no input has" in local()
     assert local(output=Box.whole((0,))) is None
+
+    def between(kind, inputs, outputs):
+        layouts = [tuple(Piece(device=i, box=box) for i, box in enumerate(boxes)) for boxes in (inputs, outputs)]
+        return check_step(Step(kind=kind, inputs=layouts[0], outputs=layouts[1]))
+
+    assert "another dim" in between(Kind.ALL_TO_ALL, whole.split(0, [2, 2]), whole.split(0, [1, 3]))
+    assert "another dim" in between(Kind.REDUCE_SCATTER, whole.split_value(2), whole.split_value(2))
 
 
 def test_layouts_in_any_order_are_the_same():

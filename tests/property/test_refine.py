@@ -246,15 +246,15 @@ def chains(draw):
         regrouped = (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
         last = draw(st.integers(dim, len(shape) - 1))
         step = {
-            "permute": lambda: permute(draw(st.permutations(range(len(shape))))),
-            "transpose": lambda: transpose(dim, last),
-            "view": lambda: view(regrouped),
-            "flatten": lambda: flatten(dim, last),
-            "halves": lambda: halves(dim, count),
-            "mixed": lambda: mixed(dim, count),
-            "sliced": lambda: sliced(dim, start_at, start_at + shape[dim] // count),
-            "added": lambda: added(regrouped),
-        }[kind]()
+            "permute": permute(draw(st.permutations(range(len(shape))))),
+            "transpose": transpose(dim, last),
+            "view": view(regrouped),
+            "flatten": flatten(dim, last),
+            "halves": halves(dim, count),
+            "mixed": mixed(dim, count),
+            "sliced": sliced(dim, start_at, start_at + shape[dim] // count),
+            "added": added(regrouped),
+        }[kind]
         steps.append(step)
         shape = tuple(step(torch.empty(shape, device="meta"), []).shape)
     return start, steps, layers
