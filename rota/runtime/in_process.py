@@ -17,6 +17,7 @@ from rota.plan.box import Box
 from rota.plan.layout import Piece
 from rota.plan.ownership import owned
 from rota.plan.program import ONCE, Node, NodeKind, Program, Segment, Source, Value
+from rota.runtime.ledger import Ledger
 from rota.runtime.pieces import assemble, cut, exchange
 from rota.runtime.segment import SegmentRunner, Tape
 
@@ -31,10 +32,6 @@ class Outcome:
     buffers: dict[str, torch.Tensor]
 
 
-Watcher = Callable[[int | None], None]
-"""Called with the device whose work begins, and None when it ends."""
-
-
 class InProcess:
     """A program, and the pieces of parameters and buffers on its devices."""
 
@@ -45,7 +42,7 @@ class InProcess:
         *,
         seed: int = 0,
         plain_random: bool = False,
-        watch: Watcher = lambda device: None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.program = program
         self._graph = program.refined.graph
@@ -53,7 +50,7 @@ class InProcess:
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
         self._seed = seed
         self._plain = plain_random
-        self._watch = watch
+        self._ledger = ledger
         self._values: list[dict[Value, torch.Tensor]] = [{} for _ in range(program.devices)]
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._runners: dict[int, SegmentRunner] = {}
@@ -67,13 +64,19 @@ class InProcess:
             whole = Box.whole(self.program.refined.shape(name))
             if name not in state:
                 raise InputError(f"the state has no {name}, which the program keeps on device {layout[0].device}")
+            given = state[name].detach()
             for piece in layout:
                 self._watch(piece.device)
-                part = cut(state[name].detach(), self._factors[name], whole, piece.box).clone()
+                part = cut(given, self._factors[name], whole, piece.box).clone(memory_format=torch.contiguous_format)
                 if self._graph.tensors[name].requires_grad:
                     part = torch.nn.Parameter(part)
                 self._values[piece.device][self._stored(name, piece.box)] = part
-        self._watch(None)
+            self._watch(None)
+
+    def _watch(self, device: int | None) -> None:
+        """What is allocated from here on is on this device."""
+        if self._ledger is not None:
+            self._ledger.watch(device)
 
     def _stored(self, name: str, box: Box) -> Value:
         return Value(name, ONCE, self._numbers[box])
@@ -123,7 +126,7 @@ class InProcess:
                     f"the program was compiled for a batch whose {name} has shape {self._graph.tensors[name].shape}, "
                     f"and this one has {tuple(leaf.shape)}; compile it for this shape"
                 )
-            free[name] = leaf
+            free[name] = leaf.detach()
         key = step_key(self._seed, step)
         for node, frees in zip(self.program.nodes, self.program.frees, strict=True):
             match node.kind:
@@ -238,9 +241,9 @@ class InProcess:
         ]
         made = exchange(step, inputs, self._factors[tensor])
         for piece, value, one in zip(step.outputs, node.makes, made, strict=True):
-            self._watch(piece.device)
             self._values[piece.device][value] = one
-        self._watch(None)
+            if self._ledger is not None:
+                self._ledger.claim(one, piece.device)
 
     # ---- what comes out ----
 

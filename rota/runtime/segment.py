@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rota.graph.part import PartCompute, Place, compute_part
 from rota.graph.refine import Refined
@@ -30,11 +31,26 @@ class _Step:
 class Tape:
     """What a forward run keeps for its backward run."""
 
-    leaves: list[torch.Tensor | None]
-    """For each entry that returns a gradient, the tensor that stands for it in the graph of autograd."""
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    entries: list[GradientEdge | None]
+    """For each entry that returns a gradient, where it is in the graph of autograd."""
+    exits: list[tuple[GradientEdge, torch.dtype] | None] = field(default_factory=list)
+    """The same for each exit that depends on an entry. Edges keep no tensor alive that autograd does not need."""
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    """Of the entries, for gradients that turn out to be zero."""
     generator: torch.Tensor | None = None
     """The state of PyTorch's generator before the run, if it is to be repeated."""
+
+
+class _Entry(torch.autograd.Function):
+    """Begins the graph of autograd at a tensor, without keeping the tensor as a leaf would."""
+
+    @staticmethod
+    def forward(context: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class SegmentRunner:
@@ -68,7 +84,7 @@ class SegmentRunner:
             with torch.no_grad():
                 return self._run(list(values), place), None
         if segment.recompute:
-            tape = Tape(leaves=[], generator=torch.get_rng_state() if place.plain else None)
+            tape = Tape(entries=[], generator=torch.get_rng_state() if place.plain else None)
             with torch.no_grad():
                 return self._run(list(values), place), tape
         tape, outputs = self._record(values, place, again=False)
@@ -87,38 +103,37 @@ class SegmentRunner:
             assert place is not None
             with _generator(tape.generator):
                 tape, _ = self._record(values, place, again=True)
-        leaves = [leaf for leaf in tape.leaves if leaf is not None]
+        entries = [edge for edge in tape.entries if edge is not None]
         wanted = [
-            (output, gradient.to(output.dtype))
-            for output, gradient in zip(tape.outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
+            (exit[0], gradient.to(exit[1]))
+            for exit, gradient in zip(tape.exits, gradients, strict=True)
+            if exit is not None and gradient is not None
         ]
-        if not wanted or not leaves:
-            return [None if leaf is None else torch.zeros_like(leaf) for leaf in tape.leaves]
-        found = torch.autograd.grad(
-            [output for output, _ in wanted], leaves, [gradient for _, gradient in wanted], allow_unused=True
-        )
+        found: Sequence[torch.Tensor | None] = [None] * len(entries)
+        if wanted and entries:
+            found = torch.autograd.grad(
+                [edge for edge, _ in wanted], entries, [gradient for _, gradient in wanted], allow_unused=True
+            )
         rest = iter(found)
         result: list[torch.Tensor | None] = []
-        for leaf in tape.leaves:
-            gradient = None if leaf is None else next(rest)
-            result.append(torch.zeros_like(leaf) if leaf is not None and gradient is None else gradient)
+        for edge, (shape, dtype) in zip(tape.entries, tape.shapes, strict=True):
+            gradient = None if edge is None else next(rest)
+            result.append(torch.zeros(shape, dtype=dtype) if edge is not None and gradient is None else gradient)
         return result
 
     def _record(self, values: Sequence[torch.Tensor], place: Place, *, again: bool) -> tuple[Tape, list[torch.Tensor]]:
-        leaves: list[torch.Tensor | None] = []
+        tape = Tape(entries=[], shapes=[(tuple(value.shape), value.dtype) for value in values])
         inputs: list[torch.Tensor] = []
-        for entry, value in zip(self.segment.entries, values, strict=True):
-            if entry.grad:
-                leaf = value.detach().requires_grad_()
-                leaves.append(leaf)
-                inputs.append(leaf)
-            else:
-                leaves.append(None)
-                inputs.append(value)
+        anchor = torch.empty((), requires_grad=True)
         with torch.enable_grad():
+            for entry, value in zip(self.segment.entries, values, strict=True):
+                begun = _Entry.apply(anchor, value) if entry.grad else value  # type: ignore[no-untyped-call]
+                tape.entries.append(get_gradient_edge(begun) if entry.grad else None)
+                inputs.append(begun)
+            del begun
             outputs = self._run(inputs, place, again=again)
-        return Tape(leaves=leaves, outputs=outputs), outputs
+        tape.exits = [(get_gradient_edge(output), output.dtype) if output.requires_grad else None for output in outputs]
+        return tape, outputs
 
     def _run(self, inputs: list[torch.Tensor], place: Place, *, again: bool = False) -> list[torch.Tensor]:
         slots: list[Any] = [*inputs, *([None] * (self.segment.slots - len(inputs)))]

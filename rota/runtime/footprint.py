@@ -1,0 +1,167 @@
+"""How much memory a segment takes, found by running it on tensors without data.
+
+The same code runs that will run on real tensors, so what autograd keeps, what is shared and what is temporary is not
+modelled but seen. Segments that look alike, as those of repeated layers do, are run once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rota.graph.graph import Ref
+from rota.graph.part import Place
+from rota.graph.refine import Refined, local_shape
+from rota.plan.program import Segment
+from rota.runtime.ledger import Ledger
+from rota.runtime.segment import SegmentRunner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """The memory of a segment, in bytes."""
+
+    entries: tuple[int, ...]
+    """Of each entry."""
+    exits: tuple[int, ...]
+    """Of each exit; 0 for one that shares the memory of an entry or of an exit before it."""
+    exit_of_entry: tuple[int | None, ...]
+    """For each exit, the entry whose memory it shares."""
+    forward_peak: int
+    """The most that the forward run needs beyond its entries."""
+    kept: int
+    """What is kept for the backward run, beyond entries and exits."""
+    keeps_entry: tuple[bool, ...]
+    keeps_exit: tuple[bool, ...]
+    backward_peak: int
+    """The most that the backward run needs beyond what was kept and the gradients that come in."""
+    gradients: tuple[int, ...]
+    """Of each entry's gradient."""
+
+
+class Footprints:
+    """The footprints of a program's segments."""
+
+    def __init__(self, refined: Refined) -> None:
+        self._refined = refined
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, Footprint] = {}
+
+    def of(self, segment: Segment) -> Footprint:
+        """Of one segment; run once for all that look like it."""
+        key = likeness(self._refined, segment)
+        if key not in self._known:
+            self._known[key] = self._measure(segment)
+        return self._known[key]
+
+    def _measure(self, segment: Segment) -> Footprint:
+        runner = SegmentRunner(segment, self._refined)
+        place = Place(key=1)
+        ledger = Ledger()
+        with self._mode, ledger:
+            ledger.watch(-1)
+            values = [self._fake(entry.tensor, entry.box.shape) for entry in segment.entries]
+            sizes = tuple(_charged(ledger, value) for value in values)
+            ledger.watch(0)
+            outputs, tape = runner.forward(list(values), place)
+            forward_peak = ledger.peak_bytes.get(0, 0)
+            exits, shared = _exits(values, outputs)
+            entry_refs = [weakref.ref(value.untyped_storage()) for value in values]
+            exit_refs = [weakref.ref(output.untyped_storage()) for output in outputs]
+            shapes = [(tuple(output.shape), output.dtype) for output in outputs]
+            again = list(values) if segment.recompute else []
+            del values, outputs  # what is alive now is what the tape keeps
+            keeps_entry = tuple(ref() is not None for ref in entry_refs)
+            keeps_exit = tuple(ref() is not None for ref in exit_refs)
+            kept = ledger.live_bytes.get(0, 0) - sum(size for size, keep in zip(exits, keeps_exit, strict=True) if keep)
+            backward_peak, gradients = 0, tuple(0 for _ in segment.entries)
+            if tape is not None:
+                backward_peak, gradients = self._measure_backward(runner, tape, shapes, again, ledger, place)
+        return Footprint(
+            entries=sizes,
+            exits=exits,
+            exit_of_entry=shared,
+            forward_peak=forward_peak,
+            kept=max(0, kept),
+            keeps_entry=keeps_entry,
+            keeps_exit=keeps_exit,
+            backward_peak=backward_peak,
+            gradients=gradients,
+        )
+
+    def _measure_backward(
+        self, runner: SegmentRunner, tape: Any, shapes: Any, again: list[torch.Tensor], ledger: Ledger, place: Place
+    ) -> tuple[int, tuple[int, ...]]:
+        ledger.watch(-1)
+        incoming: list[torch.Tensor | None] = []
+        for exit, (shape, dtype) in zip(runner.segment.exits, shapes, strict=True):
+            incoming.append(torch.empty(shape, dtype=dtype) if exit.grad else None)
+            if exit.grad:
+                ledger.charge(incoming[-1])  # type: ignore[arg-type]
+        ledger.watch(0)
+        before = ledger.live_bytes.get(0, 0)
+        ledger.peak_bytes[0] = before
+        found = runner.backward(tape, incoming, values=again, place=place)
+        gradients = tuple(0 if one is None else one.untyped_storage().nbytes() for one in found)
+        return ledger.peak_bytes[0] - before, gradients
+
+    def _fake(self, tensor: str, widths: tuple[int, ...]) -> torch.Tensor:
+        shape = local_shape(self._refined.factors[tensor], widths)
+        return torch.empty(shape, dtype=getattr(torch, self._refined.graph.tensors[tensor].dtype))
+
+
+def _charged(ledger: Ledger, value: torch.Tensor) -> int:
+    ledger.charge(value)
+    return value.untyped_storage().nbytes()
+
+
+def _exits(values: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """The bytes of each exit, and the entry whose memory it shares."""
+    entries = [value.untyped_storage()._cdata for value in values]
+    seen: list[int] = []
+    sizes: list[int] = []
+    shared: list[int | None] = []
+    for output in outputs:
+        key = output.untyped_storage()._cdata
+        shared.append(entries.index(key) if key in entries else None)
+        sizes.append(0 if key in entries or key in seen else output.untyped_storage().nbytes())
+        seen.append(key)
+    return tuple(sizes), tuple(shared)
+
+
+def likeness(refined: Refined, segment: Segment) -> Any:
+    """What two segments have in common if they compute the same on tensors of the same shapes."""
+    calls = []
+    for call in segment.calls:
+        case = refined.cases[call.op]
+        calls.append(
+            (
+                case.op.target,
+                _plain(case.op.args),
+                _plain(tuple(sorted(case.op.kwargs.items()))),
+                case.op.with_grad,
+                case.op.autocast,
+                case.reads,
+                tuple(sorted(call.ranges.items())),
+                call.reads,
+                call.makes,
+            )
+        )
+    entries = tuple(
+        (entry.box.shape, refined.factors[entry.tensor], refined.graph.tensors[entry.tensor].dtype, entry.grad)
+        for entry in segment.entries
+    )
+    exits = tuple((exit.slot, exit.grad) for exit in segment.exits)
+    return tuple(calls), entries, exits, segment.recompute, segment.grad
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return "tensor"
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item) for item in value)
+    return str(value)
