@@ -1,1 +1,1 @@
-"""How a graph runs on devices: how each op is cut, where each part runs, in which order."""
+"""How a graph runs on devices: boxes, plans, and the programs that are derived from them."""

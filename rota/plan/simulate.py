@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from rota.graph.refine import Refined
 from rota.graph.rules import occurrences
+from rota.plan.box import Box
 from rota.plan.collectives import Link
 from rota.plan.layout import Kind, Step
 from rota.plan.program import ONCE, Node, NodeKind, Program, Segment, Value
-from rota.runtime.footprint import Footprint, Footprints, likeness
+from rota.runtime.footprint import Footprint, Footprints, likeness, slice_bytes
 
 _PRODUCTS = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
@@ -185,6 +186,7 @@ class _Memory:
         self._tapes: dict[tuple[int, int], tuple[int, list[_Storage]]] = {}
         self._summed: set[tuple[int, Value]] = set()
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
+        self._slices: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def replay(self) -> list[int]:
         """The peak of each device."""
@@ -233,7 +235,10 @@ class _Memory:
         device = node.devices[0]
         segment = self.program.segments[node.segment]
         self._need(device, footprint.forward_peak)
-        entries = [None if value is None else self._held[device][value] for value in node.reads]
+        entries = [
+            self._sliced(segment, i) if value is None else self._held[device][value]
+            for i, value in enumerate(node.reads)
+        ]
         exits: list[_Storage] = []
         for value, size, shared in zip(node.makes, footprint.exits, footprint.exit_of_entry, strict=True):
             source = entries[shared] if shared is not None else None
@@ -249,19 +254,40 @@ class _Memory:
             self.peak[device] = max(self.peak[device], self.live[device])
             self._tapes[(node.segment, node.microbatch)] = (footprint.kept, kept)
 
+    def _sliced(self, segment: Segment, index: int) -> _Storage:
+        """A part of the batch or of a constant: a copy where it cannot be a view."""
+        entry = segment.entries[index]
+        key = (entry.tensor, entry.box.shape)
+        if key not in self._slices:
+            whole = Box.whole(self.program.refined.shape(entry.tensor))
+            self._slices[key] = slice_bytes(self.program.refined, entry.tensor, whole, entry.box)
+        return _Storage(size=self._slices[key])
+
     def _backward(self, node: Node, footprint: Footprint) -> None:
         device = node.devices[0]
         sums = sum(self._held[device][values[0]].size for values in node.gradients if len(values) > 1)
         self._need(device, sums + footprint.backward_peak)
+        incoming = [
+            self._held[device][values[0]] if len(values) == 1 else None if not values else _Storage(size=0)
+            for values in node.gradients
+        ]
         kept, storages = self._tapes.pop((node.segment, node.microbatch))
         self.live[device] -= kept
         for storage in storages:
             self._release(device, storage)
-        for value, size in zip(node.adds, footprint.gradients, strict=True):
+        entries = self.program.segments[node.segment].entries
+        for i, (value, size) in enumerate(zip(node.adds, footprint.gradients, strict=True)):
             if value is None:
                 continue
+            handed = footprint.gradient_of_exit[i]
+            given = incoming[handed] if handed is not None else None
+            box = self.program.boxes[value.box]
+            if box.shape != entries[i].box.shape:  # it is spread over a larger piece
+                size = box.size * element_bytes(self.program.refined, entries[i].tensor)
+                given = None
+                self._need(device, 2 * size)
             if value not in self._held[device]:
-                self._hold(device, value, _Storage(size=size))
+                self._hold(device, value, given if given is not None else _Storage(size=size))
             elif (device, value) not in self._summed:
                 self._need(device, size)
                 self._summed.add((device, value))

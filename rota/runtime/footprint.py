@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rota.graph.graph import Ref
 from rota.graph.part import Place
 from rota.graph.refine import Refined, local_shape
+from rota.plan.box import Box
 from rota.plan.program import Segment
 from rota.runtime.ledger import Ledger
+from rota.runtime.pieces import cut
 from rota.runtime.segment import SegmentRunner
 
 
@@ -41,6 +43,8 @@ class Footprint:
     """The most that the backward run needs beyond what was kept and the gradients that come in."""
     gradients: tuple[int, ...]
     """Of each entry's gradient."""
+    gradient_of_exit: tuple[int | None, ...]
+    """For each entry, the exit whose gradient is handed on as its own."""
 
 
 class Footprints:
@@ -79,8 +83,9 @@ class Footprints:
             keeps_exit = tuple(ref() is not None for ref in exit_refs)
             kept = ledger.live_bytes.get(0, 0) - sum(size for size, keep in zip(exits, keeps_exit, strict=True) if keep)
             backward_peak, gradients = 0, tuple(0 for _ in segment.entries)
+            handed: tuple[int | None, ...] = tuple(None for _ in segment.entries)
             if tape is not None:
-                backward_peak, gradients = self._measure_backward(runner, tape, shapes, again, ledger, place)
+                backward_peak, gradients, handed = self._measure_backward(runner, tape, shapes, again, ledger, place)
         return Footprint(
             entries=sizes,
             exits=exits,
@@ -91,11 +96,12 @@ class Footprints:
             keeps_exit=keeps_exit,
             backward_peak=backward_peak,
             gradients=gradients,
+            gradient_of_exit=handed,
         )
 
     def _measure_backward(
         self, runner: SegmentRunner, tape: Any, shapes: Any, again: list[torch.Tensor], ledger: Ledger, place: Place
-    ) -> tuple[int, tuple[int, ...]]:
+    ) -> tuple[int, tuple[int, ...], tuple[int | None, ...]]:
         ledger.watch(-1)
         incoming: list[torch.Tensor | None] = []
         for exit, (shape, dtype) in zip(runner.segment.exits, shapes, strict=True):
@@ -107,11 +113,27 @@ class Footprints:
         ledger.peak_bytes[0] = before
         found = runner.backward(tape, incoming, values=again, place=place)
         gradients = tuple(0 if one is None else one.untyped_storage().nbytes() for one in found)
-        return ledger.peak_bytes[0] - before, gradients
+        keys = [None if one is None else one.untyped_storage()._cdata for one in incoming]
+        handed = tuple(
+            keys.index(one.untyped_storage()._cdata)
+            if one is not None and one.untyped_storage()._cdata in keys
+            else None
+            for one in found
+        )
+        return ledger.peak_bytes[0] - before, gradients, handed
 
     def _fake(self, tensor: str, widths: tuple[int, ...]) -> torch.Tensor:
         shape = local_shape(self._refined.factors[tensor], widths)
         return torch.empty(shape, dtype=getattr(torch, self._refined.graph.tensors[tensor].dtype))
+
+
+def slice_bytes(refined: Refined, tensor: str, outer: Box, inner: Box) -> int:
+    """What it takes to cut a box out of a tensor: nothing for a view."""
+    shape = local_shape(refined.factors[tensor], outer.shape)
+    whole = torch.empty(shape, dtype=getattr(torch, refined.graph.tensors[tensor].dtype), device="meta")
+    part = cut(whole, refined.factors[tensor], outer, inner)
+    same = part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return 0 if same else part.untyped_storage().nbytes()
 
 
 def _charged(ledger: Ledger, value: torch.Tensor) -> int:
