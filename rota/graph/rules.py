@@ -463,7 +463,6 @@ def _attention_local(case: Case, cut: LocalCut) -> Compute:
     rows = cut.positions("l", length)
     if not case.argument("is_causal") or len(rows) == length:
         return _call(case)
-
     mask = causal_mask(rows, case.reads[1][-2])
     return lambda values: _call(case, attn_mask=mask.to(values[0].device), is_causal=False)(values)
 

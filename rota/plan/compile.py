@@ -84,6 +84,7 @@ class _Builder:
         self.flows: list[Flow] = [
             *(flow for flows in wiring.forward.values() for flow in flows),
             *(flow for flows in wiring.backward.values() for flow in flows),
+            *wiring.again,
         ]
         self.flow_number = {id(flow): i for i, flow in enumerate(self.flows)}
         self._sources: dict[int, dict[Piece, Value]] = {}
@@ -126,7 +127,8 @@ class _Builder:
         if not flow.backward:
             source = self._source_values(flow).get(piece)
             if source is not None:
-                return source if flow.crossing or flow.context == ONCE else source._replace(microbatch=microbatch)
+                whole_step = flow.crossing or flow.context == ONCE or flow.tensor in self.wiring.stored
+                return source if whole_step else source._replace(microbatch=microbatch)
         return Value(flow.name, ONCE if flow.crossing else microbatch, self.boxes.number(piece.box))
 
     # ---- nodes ----
@@ -175,6 +177,9 @@ class _Builder:
         first = microbatches[0]
         # All micro-batches of a context look alike: what differs is the number in the names of values.
         reads = [self._read_pattern(draft, i, first) for i in range(len(segment.entries))]
+        needed = [self._read_pattern(draft, i, first, again=True) for i in range(len(segment.entries))]
+        if segment.recompute:
+            needed = [one or other for one, other in zip(needed, reads, strict=True)]
         adds = [self._add_pattern(draft, i) for i in range(len(segment.entries))]
         makes = [_Pattern(own=True, value=self._named(exit.tensor, exit.box)) for exit in segment.exits]
         gradients = [self._gradient_patterns(draft, i) for i in range(len(segment.exits))]
@@ -196,7 +201,7 @@ class _Builder:
                     microbatch=m,
                     devices=devices,
                     segment=segment.index,
-                    reads=values if segment.recompute else (),
+                    reads=tuple(None if one is None else one.at(m) for one in needed),
                     gradients=tuple(tuple(one.at(m) for one in ones) for ones in gradients),
                     adds=tuple(None if one is None else one.at(m) for one in adds),
                     seeds=seeds,
@@ -205,14 +210,16 @@ class _Builder:
     def _named(self, name: str, box: Box) -> Value:
         return Value(name, ONCE, self.boxes.number(box))
 
-    def _read_pattern(self, draft: Draft, entry: int, first: int) -> _Pattern | None:
+    def _read_pattern(self, draft: Draft, entry: int, first: int, *, again: bool = False) -> _Pattern | None:
         site, read, tie = draft.entries[entry]
-        flow = tie.forward
+        flow = tie.again if again else tie.forward
         if flow is None:
             return None
         device, box = site.device, draft.segment.entries[entry].box
         if not flow.crossing:
-            return _Pattern(own=first != ONCE, value=self._value(flow, Piece(device=device, box=box), ONCE))
+            piece = Piece(device=device, box=box)
+            stored = flow.tensor in self.wiring.stored and piece in self._source_values(flow)
+            return _Pattern(own=first != ONCE and not stored, value=self._value(flow, piece, ONCE))
         if first == ONCE or draft.segment.entries[entry].coordinate is None:
             return _Pattern(own=False, value=self._value(flow, Piece(device=device, box=box), ONCE))
         return _Pattern(
@@ -336,8 +343,10 @@ class _Builder:
         return results, updates
 
     def _why(self, flow: Flow) -> str:
-        if flow.why or not flow.steps:
-            return flow.why
+        if not flow.steps:
+            return ""
+        if flow.again:
+            return "it was dropped after the forward pass, and the backward pass needs it"
         tensor = self.plan.graph.tensors[flow.tensor]
         if flow.backward:
             readers = sorted(

@@ -9,7 +9,7 @@ parts that read that box (replicas count once). Whoever made a tensor needs the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rota.errors import CoverError, PlacementError
@@ -62,12 +62,14 @@ class Flow:
     source: Layout
     target: Layout
     steps: tuple[Step, ...]
-    why: str = ""
+    again: bool = False
+    """It repeats a flow of the forward pass for the backward pass."""
 
     @property
     def name(self) -> str:
         """What its values are called."""
-        return f"{'grad ' if self.backward else ''}{self.tensor}{f' #{self.number}' if self.number else ''}"
+        layout = f" #{self.number}" if self.number else ""
+        return f"{'grad ' if self.backward else ''}{self.tensor}{layout}{' again' if self.again else ''}"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -78,6 +80,8 @@ class Tie:
     """None for tensors that every device has: the batch and constants."""
     backward: Flow | None
     """None where no gradient is wanted."""
+    again: Flow | None = None
+    """Brings a parameter back for the backward pass, if it was dropped after the forward pass."""
     contribution: dict[int, Box] = field(default_factory=dict)
     """micro-batch -> the piece of the gradient's source layout that it adds to; only ONCE if it is always the same"""
     direct: bool = False
@@ -107,6 +111,8 @@ class Wiring:
     forward: Mapping[str, tuple[Flow, ...]]
     backward: Mapping[str, tuple[Flow, ...]]
     """tensor -> the flows of its gradient"""
+    again: tuple[Flow, ...]
+    """The flows that bring parameters back for the backward pass."""
     differentiated: frozenset[str]
     """The tensors whose gradient is needed."""
     results: Mapping[str, Flow]
@@ -153,6 +159,7 @@ class _Wirer:
         self.ties: dict[tuple[int, int], Tie] = {}
         self.forward: dict[str, list[Flow]] = {}
         self.backward: dict[str, list[Flow]] = {}
+        self.again: list[Flow] = []
         self.results: dict[str, Flow] = {}
 
     def run(self) -> Wiring:
@@ -177,6 +184,7 @@ class _Wirer:
             ties=self.ties,
             forward={name: tuple(flows) for name, flows in self.forward.items()},
             backward={name: tuple(flows) for name, flows in self.backward.items()},
+            again=tuple(self.again),
             differentiated=frozenset(self.differentiated),
             results=self.results,
         )
@@ -270,6 +278,9 @@ class _Wirer:
             if wanted and group[0].site.grad:
                 self._return(name, group, context, crossing)
         for need, context, crossing, group in sorted(needs, key=lambda one: -len(one[0])):
+            if name in self.plan.gathered_for_use:
+                self._gather_for_use(name, need, group)
+                continue
             flow = self._forward_flow(name, need, context, crossing)
             for use in group:
                 self.ties[(use.site.index, use.read)].forward = flow
@@ -347,6 +358,20 @@ class _Wirer:
         )
         flows.append(flow)
         return flow
+
+    def _gather_for_use(self, name: str, need: frozenset[Piece], group: list[Use]) -> None:
+        """Bring a parameter together for each micro-batch and pass."""
+        context = group[0].site.context
+        flow = self._forward_flow(name, need, context, False)
+        again = None
+        if flow.steps and group[0].site.grad:
+            again = next((one for one in self.again if one.tensor == name and one.number == flow.number), None)
+            if again is None:
+                again = replace(flow, again=True)
+                self.again.append(again)
+        for use in group:
+            tie = self.ties[(use.site.index, use.read)]
+            tie.forward, tie.again = flow, again
 
     def _return(self, name: str, group: list[Use], context: int, crossing: bool) -> None:
         """The gradient that one op gives back, as a layout of shares, and its way to who made the tensor."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 from rota.errors import CutError
 from rota.graph.graph import Op
 from rota.graph.part import Ranges
 from rota.graph.refine import Frame, Refined
 from rota.graph.rules import occurrences, rule_of
-from rota.plan.box import Box, Share, even_widths
+from rota.plan.box import Box, even_widths
 from rota.plan.plan import Part, Plan
 
 
@@ -71,16 +70,13 @@ class Microbatches:
         """The width of each context."""
         return tuple(dict.fromkeys(self.widths))
 
-    def share(self, microbatch: int) -> Share:
-        """The share of sums over the samples that a micro-batch makes."""
-        return Fraction(microbatch, self.count), Fraction(microbatch + 1, self.count)
-
     def everywhere(self, box: Box, made: Made, microbatch: int) -> Box:
         """The box in the whole tensor of a box that counts within a micro-batch."""
         if made.mode is Mode.SHARE:
-            low, high = self.share(microbatch)
-            width = high - low
-            return Box(ranges=box.ranges, share=(low + width * box.share[0], low + width * box.share[1]))
+            # Within the part's share, so that what one device makes at all micro-batches is one interval.
+            low, high = box.share
+            width = (high - low) / self.count
+            return Box(ranges=box.ranges, share=(low + width * microbatch, low + width * (microbatch + 1)))
         return self.shifted(box, made.coordinate, microbatch)
 
     def shifted(self, box: Box, coordinate: int | None, microbatch: int) -> Box:

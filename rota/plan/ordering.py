@@ -20,7 +20,7 @@ _EXCHANGE_COST = 1.0
 
 def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node]:
     """The nodes in the order in which they run."""
-    follows, waiting = _edges(plan, drafts, nodes)
+    follows, waiting, lazy = _edges(plan, drafts, nodes)
     costs = [segment_cost(plan, draft) for draft in drafts]
     ready: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.devices)]
     busy = [False] * plan.devices
@@ -28,10 +28,21 @@ def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node
     found: list[Node] = []
     count = 0
 
+    fetched: set[int] = set()
+
+    def fetch(index: int) -> None:
+        """Put what brings stored values to a node right before it."""
+        for other in lazy.get(index, ()):
+            if other not in fetched:
+                fetched.add(other)
+                fetch(other)
+                found.append(nodes[other])
+
     def release(index: int, now: float) -> None:
         nonlocal count
         node = nodes[index]
         if node.kind is NodeKind.EXCHANGE:
+            fetch(index)
             found.append(node)
             heapq.heappush(events, (now + _EXCHANGE_COST, count, index))
             count += 1
@@ -47,13 +58,15 @@ def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node
             index = heapq.heappop(ready[device])[2]
             busy[device] = True
             node = nodes[index]
+            fetch(index)
             found.append(node)
             cost = costs[node.segment] * (2 if node.kind is NodeKind.BACKWARD else 1)
             heapq.heappush(events, (now + cost, count, index))
             count += 1
 
+    fetchers = {other for others in lazy.values() for other in others}
     for index, number in enumerate(waiting):
-        if number == 0:
+        if number == 0 and index not in fetchers:
             release(index, 0.0)
     start(0.0, range(plan.devices))
     while events:
@@ -94,8 +107,10 @@ def segment_cost(plan: Plan, draft: Draft) -> float:
     return max(total, 1.0)
 
 
-def _edges(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> tuple[list[list[int]], list[int]]:
-    """Who waits for whom."""
+def _edges(
+    plan: Plan, drafts: list[Draft], nodes: list[Node]
+) -> tuple[list[list[int]], list[int], dict[int, list[int]]]:
+    """Who waits for whom, and for each node the exchanges of stored values that are put off until it needs them."""
     writers: dict[tuple[int, Value], list[int]] = {}
     forward: dict[tuple[int, int], int] = {}
     backward: dict[tuple[int, int], int] = {}
@@ -113,8 +128,17 @@ def _edges(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> tuple[list[lis
         follows[first].append(second)
         waiting[second] += 1
 
+    lazy: dict[int, list[int]] = {}
+    is_lazy: set[int] = set()
+    needs = [{other for key in read(node) for other in writers.get(key, ())} for node in nodes]
+    for index, node in enumerate(nodes):  # the steps of a flow follow each other
+        if node.kind is NodeKind.EXCHANGE and needs[index] <= is_lazy:
+            is_lazy.add(index)
     for index, node in enumerate(nodes):
-        needed = {other for key in read(node) for other in writers.get(key, ())}
+        needed = needs[index]
+        if is_lazy and not needed.isdisjoint(is_lazy):
+            lazy[index] = sorted(needed & is_lazy)
+            needed = needed - is_lazy
         if node.kind is NodeKind.BACKWARD:
             needed.add(forward[(node.segment, node.microbatch)])
         needed.discard(index)
@@ -123,7 +147,7 @@ def _edges(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> tuple[list[lis
     for first, second in _wished(plan, drafts, forward, backward):
         if first != second:
             edge(first, second)
-    return follows, waiting
+    return follows, waiting, lazy
 
 
 def _wished(

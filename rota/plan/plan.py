@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rota.errors import CutError, InputError, PlacementError
 from rota.graph.graph import Graph, Op, Role
@@ -48,6 +48,9 @@ Target = Op | Part | str
 """What a plan's methods take: an op or its name, if it is not cut yet, or a part."""
 
 
+Gather = Literal["step", "use"]
+
+
 class Plan:
     """Phase 1 and 2: transform and place. `compile` is phase 3: it derives communication and checks the result."""
 
@@ -60,9 +63,13 @@ class Plan:
         self.refined = refine(graph) if refined is None else refined
         self.stored: dict[str, Layout] = {}
         """Parameters whose pieces are stored elsewhere than where they are used."""
+        self.gathered_for_use: set[str] = set()
+        """Those of them that are brought together for each use and dropped after it."""
         self.order_edges: list[tuple[At, At]] = []
-        self.recomputed: dict[str, int] = {}
-        """op -> the number of its recompute group"""
+        self.groups: dict[str, int] = {}
+        """op -> the number of its group; ops of different groups are computed apart"""
+        self.recomputed: set[int] = set()
+        """The groups that are computed again for the backward pass."""
         self._parts: dict[str, list[Part]] = {op.name: [Part(op=op.name)] for op in graph.ops}
         self._device: dict[Part, int] = {}
         self._op = {op.name: op for op in graph.ops}
@@ -120,11 +127,16 @@ class Plan:
         part = self._part(target)
         return self._replace(part, [replace(part, replica=part.replica * copies + i) for i in range(copies)])
 
+    def group(self, targets: Iterable[Target]) -> int:
+        """Compute these ops apart from others: a layer whose gradients are ready before those of earlier layers."""
+        number = max(self.groups.values(), default=0) + 1
+        for target in targets:
+            self.groups[target.op if isinstance(target, Part) else self._known(target)] = number
+        return number
+
     def recompute(self, targets: Iterable[Target]) -> None:
         """Do not keep what these ops make for the backward pass; compute it again from what they read."""
-        group = max(self.recomputed.values(), default=0) + 1
-        for target in targets:
-            self.recomputed[target.op if isinstance(target, Part) else self._known(target)] = group
+        self.recomputed.add(self.group(targets))
 
     # ---- phase 2: place and order ----
 
@@ -149,8 +161,12 @@ class Plan:
             for other in self._moments(before):
                 self.order_edges.append((one, other))
 
-    def store(self, parameter: str, layout: Layout | Mapping[int, Box]) -> None:
-        """Keep a parameter, its gradient and its moments in these pieces between steps, wherever it is used."""
+    def store(self, parameter: str, layout: Layout | Mapping[int, Box], *, gather: Gather = "step") -> None:
+        """Keep a parameter, its gradient and its moments in these pieces between steps, wherever it is used.
+
+        It is brought to where it is used once in a step (`gather="step"`, ZeRO stage 1 and 2), or for each use in the
+        forward and the backward pass, and dropped after it (`gather="use"`, ZeRO stage 3 and FSDP).
+        """
         tensor = self.graph.tensors.get(self.graph.aliases.get(parameter, parameter))
         if tensor is None or tensor.role is not Role.PARAMETER:
             raise InputError(f"{parameter!r} is not a parameter of the model")
@@ -160,6 +176,7 @@ class Plan:
             if not 0 <= piece.device < self.devices:
                 raise PlacementError(f"{parameter} cannot be stored on device {piece.device}; there is none")
         self.stored[tensor.name] = layout
+        (self.gathered_for_use.add if gather == "use" else self.gathered_for_use.discard)(tensor.name)
 
     def compile(self, *, memory_bytes: int | None = None, reference: bool = False) -> Program:
         """Phase 3: derive all communication, order everything, and check the result by replaying it."""

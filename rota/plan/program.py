@@ -71,6 +71,8 @@ class Entry:
     """For a free tensor: which factor counts samples within the micro-batch."""
     grad: bool
     """Whether the segment returns a gradient of it."""
+    again: bool = False
+    """It is dropped after the forward pass and comes back for the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,8 @@ class Node:
     flow: int = -1
     step: Step | None = None
     reads: tuple[Value | None, ...] = ()
-    """Forward: of each entry (None for free ones). Exchange: of each input of the step."""
+    """Forward: of each entry (None for free ones). Backward: of the entries that it needs again. Exchange: of each
+    input of the step."""
     makes: tuple[Value, ...] = ()
     """Forward: of each exit. Exchange: of each output of the step."""
     gradients: tuple[tuple[Value, ...], ...] = ()

@@ -41,7 +41,7 @@ def draft_segments(wiring: Wiring) -> list[Draft]:
     of_site: dict[int, _Growing] = {}
     before = _order_edges(wiring)
     for site in order:
-        kind = (site.device, site.context, site.grad, wiring.plan.recomputed.get(site.op.name, 0))
+        kind = (site.device, site.context, site.grad, wiring.plan.groups.get(site.op.name, 0))
         level = 0
         for i, name in enumerate(occurrences(site.op)):
             if site.reads[i] is None or name not in wiring.makers:
@@ -151,7 +151,7 @@ def find_cycle(nodes: set[int], next_of: Callable[[int], list[int]]) -> list[int
 
 
 def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _Growing]) -> Draft:
-    device, context, grad, recompute, _ = group.key
+    device, context, grad, number, _ = group.key
     slots: dict[tuple[int, int], int] = {}
     """(site, output) -> slot"""
     entry_slots: dict[tuple[str, Box, int | None, Flow | None, Flow | None, Box | None], int] = {}
@@ -184,6 +184,7 @@ def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _G
                         source=_source(role),
                         coordinate=coordinate,
                         grad=tie.backward is not None,
+                        again=tie.again is not None,
                     )
                 )
                 entry_uses.append((site, i, tie))
@@ -212,7 +213,7 @@ def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _G
         device=device,
         context=context,
         grad=grad,
-        recompute=bool(recompute) and grad,
+        recompute=number in wiring.plan.recomputed and grad,
         calls=tuple(calls),
         entries=tuple(entries),
         exits=tuple(exits),

@@ -20,7 +20,7 @@ from rota.plan.box import Box
 from rota.plan.program import Segment
 from rota.runtime.ledger import Ledger
 from rota.runtime.pieces import cut
-from rota.runtime.segment import SegmentRunner
+from rota.runtime.segment import SegmentRunner, Tape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,6 @@ class Footprints:
             entry_refs = [weakref.ref(value.untyped_storage()) for value in values]
             exit_refs = [weakref.ref(output.untyped_storage()) for output in outputs]
             shapes = [(tuple(output.shape), output.dtype) for output in outputs]
-            again = list(values) if segment.recompute else []
             del values, outputs  # what is alive now is what the tape keeps
             keeps_entry = tuple(ref() is not None for ref in entry_refs)
             keeps_exit = tuple(ref() is not None for ref in exit_refs)
@@ -85,7 +84,7 @@ class Footprints:
             backward_peak, gradients = 0, tuple(0 for _ in segment.entries)
             handed: tuple[int | None, ...] = tuple(None for _ in segment.entries)
             if tape is not None:
-                backward_peak, gradients, handed = self._measure_backward(runner, tape, shapes, again, ledger, place)
+                backward_peak, gradients, handed = self._measure_backward(runner, tape, shapes, ledger, place)
         return Footprint(
             entries=sizes,
             exits=exits,
@@ -100,9 +99,16 @@ class Footprints:
         )
 
     def _measure_backward(
-        self, runner: SegmentRunner, tape: Any, shapes: Any, again: list[torch.Tensor], ledger: Ledger, place: Place
+        self, runner: SegmentRunner, tape: Tape, shapes: Any, ledger: Ledger, place: Place
     ) -> tuple[int, tuple[int, ...], tuple[int | None, ...]]:
         ledger.watch(-1)
+        again = [
+            self._fake(entry.tensor, entry.box.shape) if entry.again or runner.segment.recompute else None
+            for entry in runner.segment.entries
+        ]
+        for value in again:
+            if value is not None:
+                ledger.charge(value)
         incoming: list[torch.Tensor | None] = []
         for exit, (shape, dtype) in zip(runner.segment.exits, shapes, strict=True):
             incoming.append(torch.empty(shape, dtype=dtype) if exit.grad else None)
@@ -174,7 +180,13 @@ def likeness(refined: Refined, segment: Segment) -> Any:
             )
         )
     entries = tuple(
-        (entry.box.shape, refined.factors[entry.tensor], refined.graph.tensors[entry.tensor].dtype, entry.grad)
+        (
+            entry.box.shape,
+            refined.factors[entry.tensor],
+            refined.graph.tensors[entry.tensor].dtype,
+            entry.grad,
+            entry.again,
+        )
         for entry in segment.entries
     )
     exits = tuple((exit.slot, exit.grad) for exit in segment.exits)

@@ -167,10 +167,15 @@ class InProcess:
         shift = 0 if node.microbatch == ONCE else self.program.microbatches.starts[node.microbatch]
         return Place(key=key, shift=shift, plain=self._plain)
 
-    def _inputs(self, segment: Segment, node: Node, free: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        found = []
+    def _inputs(
+        self, segment: Segment, node: Node, free: Mapping[str, torch.Tensor], *, everything: bool = True
+    ) -> list[Any]:
+        """The tensors of a segment's entries; None for one that the node does not need."""
+        found: list[Any] = []
         for entry, value in zip(segment.entries, node.reads, strict=True):
-            if entry.source is Source.FREE:
+            if value is None and not (everything and entry.source is Source.FREE):
+                found.append(None)
+            elif entry.source is Source.FREE:
                 box = self._global(entry.box, entry.coordinate, node.microbatch)
                 whole = Box.whole(self.program.refined.shape(entry.tensor))
                 found.append(cut(free[entry.tensor], self._factors[entry.tensor], whole, box))
@@ -207,7 +212,7 @@ class InProcess:
                 dtype = getattr(torch, self._graph.tensors[exit.tensor].dtype)
                 parts.append(torch.ones(self._graph.tensors[exit.tensor].shape, dtype=dtype))
             gradients.append(_total(parts))
-        again = self._inputs(segment, node, free) if segment.recompute else ()
+        again = self._inputs(segment, node, free, everything=segment.recompute)
         found = self._runner(node.segment).backward(tape, gradients, values=again, place=self._place(node, key))
         del tape, gradients, again
         for entry, value, gradient in zip(segment.entries, node.adds, found, strict=True):

@@ -37,8 +37,20 @@ class Tape:
     """The same for each exit that depends on an entry. Edges keep no tensor alive that autograd does not need."""
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     """Of the entries, for gradients that turn out to be zero."""
+    returned: Sequence[torch.Tensor | None] = ()
+    """The entries that were dropped, back for the backward run."""
     generator: torch.Tensor | None = None
     """The state of PyTorch's generator before the run, if it is to be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Dropped:
+    """A note of a view of an entry."""
+
+    entry: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class _Entry(torch.autograd.Function):
@@ -95,14 +107,16 @@ class SegmentRunner:
         tape: Tape,
         gradients: Sequence[torch.Tensor | None],
         *,
-        values: Sequence[torch.Tensor] = (),
+        values: Sequence[torch.Tensor | None] = (),
         place: Place | None = None,
     ) -> list[torch.Tensor | None]:
-        """The gradient of each entry. A segment that is recomputed needs its inputs again."""
+        """The gradient of each entry. `values` are the entries that it needs again: all if it is recomputed."""
         if self.segment.recompute:
             assert place is not None
             with _generator(tape.generator):
-                tape, _ = self._record(values, place, again=True)
+                given = [value for value in values if value is not None]
+                tape, _ = self._record(given, place, again=True)
+        tape.returned = values
         entries = [edge for edge in tape.entries if edge is not None]
         wanted = [
             (exit[0], gradient.to(exit[1]))
@@ -131,9 +145,37 @@ class SegmentRunner:
                 tape.entries.append(get_gradient_edge(begun) if entry.grad else None)
                 inputs.append(begun)
             del begun
-            outputs = self._run(inputs, place, again=again)
+            with self._dropping(tape, values):
+                outputs = self._run(inputs, place, again=again)
         tape.exits = [(get_gradient_edge(output), output.dtype) if output.requires_grad else None for output in outputs]
         return tape, outputs
+
+    def _dropping(self, tape: Tape, values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Where autograd would keep an entry that comes back for the backward pass, it keeps a note of it."""
+        dropped = {
+            value.untyped_storage()._cdata: i
+            for i, (entry, value) in enumerate(zip(self.segment.entries, values, strict=True))
+            if entry.again
+        }
+        if not dropped:
+            return contextlib.nullcontext()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Dropped:
+            entry = dropped.get(tensor.untyped_storage()._cdata)
+            if entry is None:
+                return tensor
+            return _Dropped(
+                entry=entry, size=tensor.size(), stride=tensor.stride(), offset=int(tensor.storage_offset())
+            )
+
+        def unpack(kept: torch.Tensor | _Dropped) -> torch.Tensor:
+            if isinstance(kept, torch.Tensor):
+                return kept
+            value = tape.returned[kept.entry]
+            assert value is not None
+            return value.detach().as_strided(kept.size, kept.stride, kept.offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _run(self, inputs: list[torch.Tensor], place: Place, *, again: bool = False) -> list[torch.Tensor]:
         slots: list[Any] = [*inputs, *([None] * (self.segment.slots - len(inputs)))]
