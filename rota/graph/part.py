@@ -87,11 +87,13 @@ def compute_part(refined: Refined, op_name: str, ranges: Ranges, *, shifted: str
         )
     compute = compute_of(case, cut if any(name in ranges for name in frame.dims) else None)
 
-    def run(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
+    def run(values: Sequence[Any]) -> tuple[Any, ...]:
         result = compute(values)
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
-    return run
+    if positional.is_random(op):
+        return positional.seeded(run, op)
+    return lambda values, place: run(values)
 
 
 def _numbered(refined: Refined, op_name: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rota.graph.functional import overload
+from rota.graph.graph import Op
 from rota.graph.rules import Case, LocalCut, causal_mask
 from rota.plan.box import Box
 
@@ -55,7 +56,7 @@ def compute(
             return (torch.dropout(value, rate, True),)
         if rate == 1.0:
             return (value * 0.0,)
-        kept = uniform(place.key ^ salt, sizes, moved(place), value.device).reshape(shape) >= rate
+        kept = uniform(_op_key(place.key, salt), sizes, moved(place), value.device).reshape(shape) >= rate
         return (value * kept.to(value.dtype).mul_(1.0 / (1.0 - rate)),)
 
     def attention(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
@@ -79,24 +80,29 @@ def compute(
         weights = scores.softmax(-1)
         if rate == 1.0:
             return (weights * 0.0 @ value,)
-        numbers = uniform(place.key ^ salt, sizes, moved(place), query.device).reshape(*shape[:-1], key.shape[-2])
+        numbers = uniform(_op_key(place.key, salt), sizes, moved(place), query.device).reshape(
+            *shape[:-1], key.shape[-2]
+        )
         return (weights * (numbers >= rate).to(weights.dtype).mul_(1.0 / (1.0 - rate)) @ value,)
 
     def rand(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
         kwargs = {name: one for name, one in op.kwargs.items() if name in ("dtype", "device")}
         if place.plain:
             return (getattr(torch, op.kind)(shape, **kwargs),)
-        numbers = uniform(place.key ^ salt, sizes, moved(place), kwargs.get("device") or torch.device("cpu"))
+        numbers = uniform(_op_key(place.key, salt), sizes, moved(place), kwargs.get("device") or torch.device("cpu"))
         if op.kind == "randn":  # Box and Muller
-            other = uniform(place.key ^ salt ^ 0x5BD1E995, sizes, moved(place), numbers.device)
+            other = uniform(_op_key(place.key, salt + 1), sizes, moved(place), numbers.device)
             numbers = torch.sqrt(-2 * torch.log1p(-numbers)) * torch.cos(2 * math.pi * other)
-        return (numbers.reshape(shape).to(kwargs.get("dtype") or torch.get_default_dtype()),)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        numbers = numbers.reshape(shape).to(dtype)
+        # A double just below one is one in fewer bits.
+        return (numbers if op.kind == "randn" else numbers.clamp_(max=1 - torch.finfo(dtype).eps),)
 
     def bernoulli(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
         chance = float(op.args[1]) if len(op.args) > 1 and isinstance(op.args[1], float) else values[0]
         if place.plain:
             return (torch.bernoulli(values[0], chance) if isinstance(chance, float) else torch.bernoulli(chance),)
-        numbers = uniform(place.key ^ salt, sizes, moved(place), values[0].device).reshape(shape)
+        numbers = uniform(_op_key(place.key, salt), sizes, moved(place), values[0].device).reshape(shape)
         return ((numbers < chance).to(values[0].dtype),)
 
     return {
@@ -126,6 +132,32 @@ def step_key(seed: int, step: int) -> int:
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK_63
     mixed ^= mixed >> 31
     return mixed * 0x7FB5D329728EA185 & _MASK_63
+
+
+def _op_key(key: int, salt: int) -> int:
+    """Of one op: mixed, so that two ops do not get the same numbers at shifted positions."""
+    return step_key(key, salt)
+
+
+def seeded(
+    run: Callable[[Sequence[Any]], tuple[Any, ...]], op: Op
+) -> Callable[[Sequence[Any], Place], tuple[Any, ...]]:
+    """A random op that has no numbers keyed by position: it draws the same ones wherever it runs as a whole."""
+    salt = zlib.crc32(op.name.encode())
+
+    def compute(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
+        if place.plain:
+            return run(values)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_op_key(place.key, salt))
+            return run(values)
+
+    return compute
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(overload(op.target), "tags", ())
 
 
 def _hash(index: torch.Tensor, key: int) -> torch.Tensor:

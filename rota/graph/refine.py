@@ -132,6 +132,8 @@ class _Chains:
     def relate(self, left: tuple[_Node, ...], right: tuple[_Node, ...]) -> None:
         """Two lists of dims have the same elements in the same order."""
         index = self._index.setdefault((left, right), len(self._relations))
+        if any(self._size[node] == 0 for node in (*left, *right)):
+            self._broken.add(index)  # nothing has no factors
         if index == len(self._relations):
             self._relations.append((left, right))
             for node in {*left, *right}:
@@ -209,6 +211,18 @@ def _tensors(op: Op, signature: Signature) -> Iterator[tuple[str, tuple[tuple[st
             yield name, words
 
 
+def _broken_words(op: Op, signature: Signature, chains: _Chains) -> set[str]:
+    """The words that some tensor has in other factors: they cannot be cut, since that tensor would stay whole."""
+    return {
+        word
+        for name, words in _tensors(op, signature)
+        for dim, letters in enumerate(words)
+        if letters and not signature.regroups
+        if not chains.holds((("tensor", name, dim),), tuple(("op", op.name, word) for word in letters))
+        for word in letters
+    }
+
+
 def _groups(left: Shape, right: Shape) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The smallest groups of dims with equal products, without the dims of size one."""
     ones = [i for i, size in enumerate(left) if size != 1], [i for i, size in enumerate(right) if size != 1]
@@ -242,6 +256,7 @@ class _Naming:
         self._fixed: set[str] = set()
         self._reduced: set[str] = set()
         self._unlinked = 0
+        self._broken = _broken_words(op, signature, chains)
         self.tensors = [(name, read) for read, name in enumerate(occurrences(op))]
         if signature.regroups:
             self.reads, self.makes = self._regrouped(case, chains, factors)
@@ -288,7 +303,7 @@ class _Naming:
             self.sizes[name] = size
             if word in self._signature.reduced:
                 self._reduced.add(name)
-            if word in self._signature.fixed:
+            if word in self._signature.fixed or word in self._broken:
                 self._fixed.add(name)
         return names
 

@@ -198,6 +198,12 @@ class Program:
 
         return simulate(self, costs)
 
+    def to_json(self) -> str:
+        """The program as text, without its graph; `rota.plan.serial.from_json` reads it."""
+        from rota.plan.serial import to_json
+
+        return to_json(self)
+
     def explain(self) -> str:
         """Which op is cut how, where it sits, and each communication with its reason."""
         from rota.plan.explain import explain

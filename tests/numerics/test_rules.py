@@ -325,6 +325,7 @@ VIEWS = [
     E(aten.index.Tensor, floats(6, 5, 3), [ints(5, 4), ints(5, 4)], dims="i0 d2"),
     E(aten.index.Tensor, floats(2, 6, 5), [None, ints(5, 4, 1), ints(5, 3)], dims="d0 i0 i1"),
     E(aten.index.Tensor, floats(4, 3, 5), [ints(4, 2), None, ints(4, 2)], dims="i0 d1"),
+    E(aten.index.Tensor, floats(2, 3, 4, 5), [None, ints(3, 6), None, ints(3, 6)], dims="d0 i0 d2"),
     E(aten.index.Tensor, floats(4, 3), [torch.ones(4, dtype=torch.bool)], dims=""),
 ]
 
