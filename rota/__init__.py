@@ -1,11 +1,18 @@
 """rota trains many large PyTorch models on the devices you have."""
 
+from typing import TYPE_CHECKING, Any
+
 from rota.cluster import Cluster, Device, local
 from rota.errors import InputError, RotaError
 from rota.execute.run import run
 from rota.result import Result, TaskResult, open_run
 from rota.sweep import Sweep, grid
 from rota.task import Data, Task
+
+if TYPE_CHECKING:
+    from rota.graph.capture import capture
+    from rota.graph.rules import register_rule
+    from rota.plan.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -14,13 +21,27 @@ __all__ = [
     "Data",
     "Device",
     "InputError",
+    "Plan",
     "Result",
     "RotaError",
     "Sweep",
     "Task",
     "TaskResult",
+    "capture",
     "grid",
     "local",
     "open_run",
+    "register_rule",
     "run",
 ]
+
+_NEEDS_TORCH = {"capture": "rota.graph.capture", "Plan": "rota.plan.plan", "register_rule": "rota.graph.rules"}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for: importing torch takes seconds."""
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'rota' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
