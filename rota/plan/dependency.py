@@ -151,7 +151,7 @@ class _Wirer:
         self.lower = lower
         self.graph = plan.graph
         self.micro = microbatches_of(plan)
-        self.differentiated = _differentiated(plan.graph)
+        self.differentiated = _differentiated(plan.graph) if plan.backward else set()
         self.sites: list[Site] = []
         self.makers: dict[str, list[tuple[Site, int]]] = {}
         self.uses: dict[str, list[Use]] = {}

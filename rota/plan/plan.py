@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rota.errors import CutError, InputError, PlacementError
 from rota.graph.graph import Graph, Op, Role
@@ -54,12 +54,22 @@ Gather = Literal["step", "use"]
 class Plan:
     """Phase 1 and 2: transform and place. `compile` is phase 3: it derives communication and checks the result."""
 
-    def __init__(self, graph: Graph, *, devices: int, microbatches: int = 1, refined: Refined | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        devices: int,
+        microbatches: int = 1,
+        backward: bool = True,
+        refined: Refined | None = None,
+    ) -> None:
+        """`backward=False` plans the forward pass alone, for validation; `refined` saves refining a graph twice."""
         if devices < 1 or microbatches < 1:
             raise InputError(f"a plan needs at least one device and one micro-batch, not {devices} and {microbatches}")
         self.graph = graph
         self.devices = devices
         self.microbatches = microbatches
+        self.backward = backward
         self.refined = refine(graph) if refined is None else refined
         self.stored: dict[str, Layout] = {}
         """Parameters whose pieces are stored elsewhere than where they are used."""
@@ -273,7 +283,3 @@ class Plan:
         """Short."""
         cut = sum(1 for parts in self._parts.values() if len(parts) > 1)
         return f"<Plan of {len(self._parts)} ops ({cut} cut) on {self.devices} devices>"
-
-    def settings(self) -> dict[str, Any]:
-        """Its size, for messages and records."""
-        return {"devices": self.devices, "microbatches": self.microbatches}

@@ -55,6 +55,10 @@ class Footprints:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Footprint] = {}
 
+    def __len__(self) -> int:
+        """How many different ones were found so far."""
+        return len(self._known)
+
     def of(self, segment: Segment) -> Footprint:
         """Of one segment; run once for all that look like it."""
         key = likeness(self._refined, segment)
