@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-deep lint format clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/pytest
+
+# The long matrices: 20,000 random plans (about half an hour on one core).
+test-deep: setup
+	@ROTA_PLAN_CASES=20000 $(BIN)/pytest tests/numerics/test_plans.py --timeout 7200
 
 lint: setup
 	@$(BIN)/ruff check .
