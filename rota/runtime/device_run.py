@@ -1,0 +1,224 @@
+"""What one device does in a step: its values, its segments, its pieces of parameters. Moving values is for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rota.errors import InputError
+from rota.graph.part import Place
+from rota.graph.positional import step_key
+from rota.plan.box import Box
+from rota.plan.layout import Piece
+from rota.plan.ownership import owned
+from rota.plan.program import ONCE, Node, Program, Segment, Source, Value
+from rota.runtime.pieces import assemble, cut
+from rota.runtime.segment import SegmentRunner, Tape
+
+
+class DeviceRun:
+    """One device of a program."""
+
+    def __init__(self, program: Program, device: int, *, seed: int = 0, plain_random: bool = False) -> None:
+        self.program = program
+        self.device = device
+        self.values: dict[Value, torch.Tensor] = {}
+        self._graph = program.refined.graph
+        self._factors = program.refined.factors
+        self._seed = seed
+        self._plain = plain_random
+        self._numbers = {box: number for number, box in enumerate(program.boxes)}
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._runners: dict[int, SegmentRunner] = {}
+        self._summed: set[Value] = set()
+        """The gradients that were summed here, which may be added to in place."""
+        self._stored = {
+            (name, piece.box): Value(name, ONCE, self._numbers[piece.box])
+            for name, layout in program.stored.items()
+            for piece in layout
+            if piece.device == device
+        }
+        self._counted = {
+            (name, piece.box): boxes
+            for name in program.gradients
+            for piece, boxes in owned(program.stored[name]).items()
+            if piece.device == device
+        }
+        self._free: dict[str, torch.Tensor] = {}
+        self._key = 0
+
+    # ---- state ----
+
+    def load(self, name: str, whole: torch.Tensor) -> None:
+        """Take this device's pieces of a parameter or buffer."""
+        everything = Box.whole(self.program.refined.shape(name))
+        for (found, box), value in self._stored.items():
+            if found == name:
+                part = cut(whole, self._factors[name], everything, box).clone(memory_format=torch.contiguous_format)
+                if self._graph.tensors[name].requires_grad:
+                    part = torch.nn.Parameter(part)
+                self.values[value] = part
+
+    def parameters(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
+        """The pieces of the parameters that are trained."""
+        for (name, box), value in self._stored.items():
+            if name in self.program.gradients:
+                yield name, Piece(device=self.device, box=box), self.values[value]
+
+    def stored(self, name: str, box: Box) -> torch.Tensor:
+        """A piece of a parameter or buffer."""
+        return self.values[self._stored[(name, box)]]
+
+    def gradient(self, name: str, box: Box) -> torch.Tensor | None:
+        """The gradient of a piece, after a step; None if the loss does not depend on it."""
+        values = self.program.gradients[name][(self.device, box)]
+        return total([self.values[value] for value in values])
+
+    def squared_gradients(self) -> torch.Tensor:
+        """The sum of squares of the gradients that this device counts, so that all devices' make up the whole once."""
+        found = torch.zeros((), dtype=torch.float64)
+        for (name, box), boxes in self._counted.items():
+            gradient = self.stored(name, box).grad
+            if gradient is not None:
+                for one in boxes:
+                    found += cut(gradient, self._factors[name], box, one).detach().double().square().sum()
+        return found
+
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Scale this device's gradients, given the norm over all devices."""
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for _, _, parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * scale.to(parameter.grad.dtype)
+
+    def hand_over_gradients(self) -> None:
+        """Give each piece its gradient, for an optimizer."""
+        for name, piece, parameter in self.parameters():
+            parameter.grad = self.gradient(name, piece.box)
+
+    # ---- a step ----
+
+    def begin(self, batch: Any, *, step: int) -> None:
+        """Take the batch of a step."""
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        self._free = dict(self._graph.constants)
+        for name, leaf in zip(self._graph.inputs, leaves, strict=True):
+            if tuple(leaf.shape) != self._graph.tensors[name].shape:
+                raise InputError(
+                    f"the program was compiled for a batch whose {name} has shape {self._graph.tensors[name].shape}, "
+                    f"and this one has {tuple(leaf.shape)}; compile it for this shape"
+                )
+            self._free[name] = leaf.detach()
+        self._key = step_key(self._seed, step)
+
+    def forward(self, node: Node) -> None:
+        """Run a segment."""
+        segment = self.program.segments[node.segment]
+        outputs, tape = self._runner(node.segment).forward(self._inputs(segment, node), self._place(node))
+        if tape is not None:
+            self._tapes[(node.segment, node.microbatch)] = tape
+        for value, output in zip(node.makes, outputs, strict=True):
+            self.values[value] = output
+
+    def backward(self, node: Node) -> None:
+        """Run the backward pass of a segment, and add what it gives to the gradients of what it read."""
+        segment = self.program.segments[node.segment]
+        tape = self._tapes.pop((node.segment, node.microbatch))
+        gradients: list[torch.Tensor | None] = []
+        for i, values in enumerate(node.gradients):
+            parts = [self.values[value] for value in values]
+            if i in node.seeds:
+                loss = self._graph.tensors[segment.exits[i].tensor]
+                parts.append(torch.ones(loss.shape, dtype=getattr(torch, loss.dtype)))
+            gradients.append(total(parts))
+        again = self._inputs(segment, node, everything=segment.recompute)
+        found = self._runner(node.segment).backward(tape, gradients, values=again, place=self._place(node))
+        del tape, gradients, again
+        for entry, value, gradient in zip(segment.entries, node.adds, found, strict=True):
+            if value is not None and gradient is not None:
+                crossing = value.microbatch == ONCE
+                box = self._global(entry.box, entry.coordinate, node.microbatch) if crossing else entry.box
+                self._add(value, gradient, box, entry.tensor)
+
+    def drop(self, values: Iterable[Value]) -> None:
+        """Forget values that nobody needs any more."""
+        for value in values:
+            del self.values[value]
+
+    def end(self) -> None:
+        """Update the buffers that the step replaces."""
+        with torch.no_grad():
+            for buffer, pieces in self.program.updates.items():
+                for (device, box), value in pieces.items():
+                    if device == self.device:
+                        self.stored(buffer, box).copy_(self.values[value])
+
+    def clear(self) -> None:
+        """Forget what the last step left, but for parameters and buffers."""
+        kept = set(self._stored.values())
+        self.values = {value: tensor for value, tensor in self.values.items() if value in kept}
+        self._tapes.clear()
+        self._summed.clear()
+        self._free = {}
+
+    # ---- helpers ----
+
+    def _runner(self, index: int) -> SegmentRunner:
+        if index not in self._runners:
+            self._runners[index] = SegmentRunner(self.program.segments[index], self.program.refined)
+        return self._runners[index]
+
+    def _place(self, node: Node) -> Place:
+        shift = 0 if node.microbatch == ONCE else self.program.microbatches.starts[node.microbatch]
+        return Place(key=self._key, shift=shift, plain=self._plain)
+
+    def _inputs(self, segment: Segment, node: Node, *, everything: bool = True) -> list[Any]:
+        """The tensors of a segment's entries; None for one that the node does not need."""
+        found: list[Any] = []
+        for entry, value in zip(segment.entries, node.reads, strict=True):
+            if value is not None:
+                found.append(self.values[value])
+            elif everything and entry.source is Source.FREE:
+                box = self._global(entry.box, entry.coordinate, node.microbatch)
+                whole = Box.whole(self.program.refined.shape(entry.tensor))
+                found.append(cut(self._free[entry.tensor], self._factors[entry.tensor], whole, box))
+            else:
+                found.append(None)
+        return found
+
+    def _global(self, box: Box, coordinate: int | None, microbatch: int) -> Box:
+        if microbatch == ONCE:
+            return box
+        return self.program.microbatches.shifted(box, coordinate, microbatch)
+
+    def _add(self, value: Value, gradient: torch.Tensor, box: Box, tensor: str) -> None:
+        into = self.program.boxes[value.box]
+        if into.ranges != box.ranges:  # it contributes to a part of the piece only
+            gradient = assemble([(box, gradient)], self._factors[tensor], Box(ranges=into.ranges))
+        if value not in self.values:
+            self.values[value] = gradient
+        elif value in self._summed:
+            self.values[value] += gradient
+        else:  # autograd may have given the same tensor to two entries
+            self.values[value] = self.values[value] + gradient
+            self._summed.add(value)
+
+
+def check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputError if a parameter or buffer is missing."""
+    for name, layout in program.stored.items():
+        if name not in state:
+            raise InputError(f"the state has no {name}, which the program keeps on device {layout[0].device}")
+
+
+def total(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """The sum of tensors; None of none."""
+    if not parts:
+        return None
+    found = parts[0]
+    for part in parts[1:]:
+        found = found + part
+    return found
