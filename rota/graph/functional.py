@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ _VIEWS = {
     *("split", "chunk", "unbind", "narrow", "expand_as", "view_as", "diagonal", "as_strided"),
 }
 _NO_GRADIENT = {"detach"}
+_WITH_STATISTICS = {"batch_norm", "instance_norm"}
 
 
 @dataclass
@@ -138,11 +139,36 @@ class Builder:
         if kind.endswith("_"):
             self._write(node, target, kind)
             return
+        if kind in _WITH_STATISTICS and self._updates_statistics(node, kind):
+            return
         self._values[node] = self._emit(node, str(target), kind)
         if kind in _VIEWS and isinstance(node.args[0], Node):
             base = node.args[0]
             version = self._versions.get(self._root(base), 0)
             self._views[node] = _View(base=base, kind=kind, arguments=node.args[1:], version=version)
+
+    def _updates_statistics(self, node: Node, kind: str) -> bool:
+        """A norm in training that updates its running statistics becomes one that makes new ones."""
+        arguments = [self._resolve(one) for one in node.args]
+        statistics = arguments[3:5]
+        if not arguments[5] or not all(isinstance(one, Ref) for one in statistics):
+            return False
+        if kind != "batch_norm":
+            raise CaptureError(f"the model cannot be captured: {kind} updates its running statistics")
+        name = self._name(node, kind)
+        made = self._declare_result(name, node.meta["val"], kind, tuple(refs(arguments)))
+        new = []
+        for old, label in zip(statistics, ("running_mean", "running_var"), strict=True):
+            tensor = replace(self.tensors[old.name], name=f"{name}.{label}", role=Role.ACTIVATION)
+            self.tensors[tensor.name] = tensor
+            new.append(tensor.name)
+        target = "aten._native_batch_norm_legit_functional.default"
+        self._append(node, name, kind, target, tuple(arguments[:8]), {}, (made, None, None, *new))
+        self._values[node] = Ref(name=made or "")
+        for source, tensor_name in zip(node.args[3:5], new, strict=True):
+            assert isinstance(source, Node)
+            self._replace(source, Ref(name=tensor_name), node)
+        return True
 
     def _write(self, node: Node, target: torch._ops.OpOverload, kind: str) -> None:
         """An in-place op becomes one that makes a new tensor, which stands for the old one from here on."""
@@ -219,8 +245,7 @@ class Builder:
     ) -> Any:
         args = tuple(self._resolve(one) for one in node.args) if args is None else args
         kwargs = {name: self._resolve(one) for name, one in node.kwargs.items()} if like is None else {}
-        module = _module_of(node)
-        name = self._unique(f"{module}.{kind}" if module else kind)
+        name = self._name(node, kind)
         inputs = tuple(dict.fromkeys(refs([*args, *kwargs.values()])))
         results = (like or node).meta["val"]
         several = isinstance(results, tuple | list)
@@ -228,6 +253,24 @@ class Builder:
             self._declare_result(f"{name}.{i}" if several else name, value, kind, inputs)
             for i, value in enumerate(results if several else [results])
         ]
+        self._append(node, name, kind, target, args, kwargs, tuple(made))
+        values = [Ref(name=one) if one is not None else None for one in made]
+        return tuple(values) if several else values[0]
+
+    def _name(self, node: Node, kind: str) -> str:
+        module = _module_of(node)
+        return self._unique(f"{module}.{kind}" if module else kind)
+
+    def _append(
+        self,
+        node: Node,
+        name: str,
+        kind: str,
+        target: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[str | None, ...],
+    ) -> None:
         self.ops.append(
             Op(
                 name=name,
@@ -235,16 +278,13 @@ class Builder:
                 target=target,
                 args=args,
                 kwargs=kwargs,
-                inputs=inputs,
-                outputs=tuple(made),
-                writes=self._side_effects(kind, args),
-                module=module,
+                inputs=tuple(dict.fromkeys(refs([*args, *kwargs.values()]))),
+                outputs=outputs,
+                module=_module_of(node),
                 with_grad=self._mode.with_grad,
                 autocast=self._mode.autocast,
             )
         )
-        values = [Ref(name=one) if one is not None else None for one in made]
-        return tuple(values) if several else values[0]
 
     def _declare_result(self, name: str, value: Any, kind: str, inputs: tuple[str, ...]) -> str | None:
         if not isinstance(value, torch.Tensor):
@@ -259,12 +299,6 @@ class Builder:
             requires_grad=differentiable and wanted and self._mode.with_grad,
         )
         return name
-
-    def _side_effects(self, kind: str, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """batch_norm in training updates its running statistics, which are its fourth and fifth argument."""
-        if kind != "batch_norm" or not args[5]:
-            return ()
-        return tuple(one.name for one in args[3:5] if isinstance(one, Ref))
 
     def _resolve(self, argument: Any) -> Any:
         if isinstance(argument, Node):

@@ -55,8 +55,6 @@ class Op:
     """The tensors it reads, in the order of their first appearance in the arguments."""
     outputs: tuple[str | None, ...]
     """The tensors it makes; None for one that nobody reads."""
-    writes: tuple[str, ...] = ()
-    """The buffers that it also updates, as batch_norm does."""
     module: str = ""
     with_grad: bool = True
     """False inside of torch.no_grad."""

@@ -579,7 +579,8 @@ def _batch_norm(case: Case) -> Signature:
     batch = "b^" if from_input and (by_batch or case.argument("running_mean") is not None) else "b"
     names = [batch, "c", *(f"s{i}^" if from_input else f"s{i}" for i in range(len(case.made) - 2))]
     reads = [words.all(names, case.reads[0]), *(words.all(["c"], shape) for shape in case.reads[1:])]
-    return words.signature(reads, [words.all(names, case.made)])
+    statistics = [_with(words, ["c"], shape) for shape in case.makes[1:]]
+    return words.signature(reads, [words.all(names, case.made), *statistics])
 
 
 def _group_norm_local(case: Case, cut: LocalCut) -> Compute:

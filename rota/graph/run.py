@@ -30,7 +30,7 @@ def run_graph(graph: Graph, state: Mapping[str, torch.Tensor], batch: Any) -> di
         values.update((name, value) for name, value in zip(op.outputs, results, strict=True) if name is not None)
     with torch.no_grad():
         for name, new in graph.updates.items():
-            values[name].copy_(values[new])
+            values[name].data.copy_(values[new])  # autograd kept the old value, and does not look at it
     return {metric: values[name] for metric, name in graph.outputs.items()}
 
 

@@ -164,7 +164,7 @@ def _is_linear(op: Op, made: Mapping[str, Made], refined: Refined) -> bool:
     rule = rule_of(op)
     reads = occurrences(op)
     shares = {i for i, name in enumerate(reads) if made[name].mode is Mode.SHARE}
-    if rule is None or rule.linear_in is None or not shares or op.writes:
+    if rule is None or rule.linear_in is None or not shares:
         return False
     floats = all(name is None or "float" in refined.graph.tensors[name].dtype for name in op.outputs)
     if op.kind == "to" and not floats and "float" in refined.graph.tensors[reads[0]].dtype:

@@ -23,8 +23,6 @@ class _Step:
     drops: tuple[int, ...]
     with_grad: bool
     autocast: torch.dtype | None
-    writes: frozenset[int]
-    """The positions among the reads of buffers that the op writes."""
 
 
 @dataclass(kw_only=True)
@@ -70,13 +68,9 @@ class SegmentRunner:
 
     def __init__(self, segment: Segment, refined: Refined) -> None:
         self.segment = segment
-        ops = {op.name: op for op in refined.graph.ops} if len(segment.calls) > 8 else None
         self._steps: list[_Step] = []
         for call, drops in zip(segment.calls, segment.drops, strict=True):
-            op = ops[call.op] if ops is not None else refined.cases[call.op].op
-            written = frozenset(
-                i for i, name in enumerate(_read_names(refined, call.op, call.reads)) if name in op.writes
-            )
+            op = refined.cases[call.op].op
             self._steps.append(
                 _Step(
                     compute=compute_part(refined, call.op, call.ranges, shifted=call.shifted),
@@ -85,7 +79,6 @@ class SegmentRunner:
                     drops=drops,
                     with_grad=op.with_grad,
                     autocast=getattr(torch, op.autocast) if op.autocast else None,
-                    writes=written,
                 )
             )
 
@@ -99,7 +92,7 @@ class SegmentRunner:
             tape = Tape(entries=[], generator=torch.get_rng_state() if place.plain else None)
             with torch.no_grad():
                 return self._run(list(values), place), tape
-        tape, outputs = self._record(values, place, again=False)
+        tape, outputs = self._record(values, place)
         return [output.detach() for output in outputs], tape
 
     def backward(
@@ -115,7 +108,7 @@ class SegmentRunner:
             assert place is not None
             with _generator(tape.generator):
                 given = [value for value in values if value is not None]
-                tape, _ = self._record(given, place, again=True)
+                tape, _ = self._record(given, place)
         tape.returned = values
         entries = [edge for edge in tape.entries if edge is not None]
         wanted = [
@@ -135,7 +128,7 @@ class SegmentRunner:
             result.append(torch.zeros(shape, dtype=dtype) if edge is not None and gradient is None else gradient)
         return result
 
-    def _record(self, values: Sequence[torch.Tensor], place: Place, *, again: bool) -> tuple[Tape, list[torch.Tensor]]:
+    def _record(self, values: Sequence[torch.Tensor], place: Place) -> tuple[Tape, list[torch.Tensor]]:
         tape = Tape(entries=[], shapes=[(tuple(value.shape), value.dtype) for value in values])
         inputs: list[torch.Tensor] = []
         anchor = torch.empty((), requires_grad=True)
@@ -146,7 +139,7 @@ class SegmentRunner:
                 inputs.append(begun)
             del begun
             with self._dropping(tape, values):
-                outputs = self._run(inputs, place, again=again)
+                outputs = self._run(inputs, place)
         tape.exits = [(get_gradient_edge(output), output.dtype) if output.requires_grad else None for output in outputs]
         return tape, outputs
 
@@ -177,15 +170,13 @@ class SegmentRunner:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _run(self, inputs: list[torch.Tensor], place: Place, *, again: bool = False) -> list[torch.Tensor]:
+    def _run(self, inputs: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
         slots: list[Any] = [*inputs, *([None] * (self.segment.slots - len(inputs)))]
         for entry, value in zip(self.segment.entries, inputs, strict=True):
             slots[entry.slot] = value
         inputs.clear()
         for step in self._steps:
             values = [slots[slot] for slot in step.reads]
-            if again and step.writes:  # the running statistics were updated the first time
-                values = [value.clone() if i in step.writes else value for i, value in enumerate(values)]
             with _modes(step):
                 made = step.compute(values, place)
             for slot, value in zip(step.makes, made, strict=True):
@@ -195,13 +186,6 @@ class SegmentRunner:
             for slot in step.drops:
                 slots[slot] = None
         return [slots[exit.slot] for exit in self.segment.exits]
-
-
-def _read_names(refined: Refined, op: str, reads: Sequence[int]) -> list[str]:
-    from rota.graph.rules import occurrences
-
-    names = list(occurrences(refined.cases[op].op))
-    return names if len(names) == len(reads) else []
 
 
 @contextlib.contextmanager

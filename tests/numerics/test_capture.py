@@ -138,12 +138,26 @@ def test_ops_have_the_names_of_their_modules():
     ]
 
 
-def test_batch_norm_writes_its_statistics_and_counts_its_batches():
+def test_batch_norm_makes_new_statistics_and_counts_its_batches():
     specimen = zoo.make("resnet")
     graph = capture(specimen.model, specimen.batch, specimen.loss)
     norm = next(graph.find(kind="batch_norm"))
-    assert norm.writes == ("stem.1.running_mean", "stem.1.running_var")
+    assert graph.updates["stem.1.running_mean"] == norm.outputs[3]
+    assert graph.updates["stem.1.running_var"] == norm.outputs[4]
     assert "stem.1.num_batches_tracked" in graph.updates
+
+
+def test_a_batch_norm_that_is_applied_twice_updates_its_statistics_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.norm(x) * 2 + 1)
+
+    specimen = zoo.Specimen(name="twice", model=Twice(), batch=torch.randn(6, 4), loss=lambda m, x: m(x).pow(3).sum())
+    assert_graph_is_model(specimen)
 
 
 def test_autocast_is_part_of_the_graph():
