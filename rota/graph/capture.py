@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,8 +66,7 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
     step = _Step(model, loss)
     step.training = model.training
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quietly():
             return torch.export.export(step, (batch,), strict=False)
     except Exception as error:  # whatever the model's code or torch.export raises
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -72,6 +74,19 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
             f"the model cannot be captured: {lines[0]}; it can still be trained by the strategies that take a module "
             "as it is"
         ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings of torch.export, and the whole graph that it prints when an attempt fails."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _train_dropout(exported: torch.export.ExportedProgram) -> None:

@@ -36,8 +36,8 @@ def check_fits(program: Program, memory_bytes: int) -> None:
     for device, peak in enumerate(peaks):
         if peak > memory_bytes:
             raise FitError(
-                f"device {device} needs {peak} bytes and has {memory_bytes}; cut the model further, use more "
-                "micro-batches, or recompute"
+                f"device {device} needs {peak / 2**20:.1f} MiB and has {memory_bytes / 2**20:.1f} MiB; cut the model "
+                "further, use more micro-batches, or recompute"
             )
 
 

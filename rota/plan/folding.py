@@ -5,26 +5,33 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 _NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
 _HOLE = "\0"
-_LONGEST_LIST = 44
+_LONGEST_LIST = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """Something with a name, of which something is to be told."""
+
+    name: str
+    same: Hashable
+    """What is told; those of which the same is told may share a row."""
+    near: Hashable = None
+    """Neighbours in which this is equal may share a row too; by default as `same`."""
+    item: int
+    """A number of the caller's; rows come in its order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Things that are told in one line."""
+    """What is told in one line."""
 
     pattern: str
-    """Their names: ``blocks.{0-11}.fc1.linear``."""
-    names: tuple[str, ...]
-    same: Hashable
-    """Rows in which this is equal may become one for a whole module."""
-    near: Hashable = None
-    """Rows in which this is equal may become one if they follow each other; by default as `same`."""
-    items: tuple[int, ...]
-    """Whatever the caller numbers, in order."""
+    """``blocks.{0-11}.fc1.linear``, ``blocks.*`` or ``blocks.0.{view,permute}``."""
+    leaves: tuple[Leaf, ...]
 
 
 def template(name: str) -> tuple[str, tuple[int, ...]]:
@@ -53,16 +60,32 @@ def fold_loosely(texts: Sequence[str]) -> str:
     return _fill(text, [tuple(sorted(set(column))) for column in columns])
 
 
-def collapse(rows: Sequence[Row]) -> list[Row]:
-    """Fewer rows that say the same: one for a module of which all is the same, and for equal neighbours."""
-    deepest = max((len(_path(row.pattern)) for row in rows), default=0)
-    universe = [
-        Counter(".".join(name.split(".")[:depth]) for row in rows for name in row.names) for depth in range(deepest + 1)
+def collapse(leaves: Iterable[Leaf], *, others: Iterable[str] = (), most: float = 1.0, root: bool = True) -> list[Row]:
+    """Few rows that tell everything.
+
+    A module of which at least this share is the same gets one row, ``blocks.*``; it stands for all of the module that
+    no other row names. `others` are names of which nothing is told, so that no such row may stand for them. Without
+    `root`, there is no row ``*``.
+    """
+    top = _Branch()
+    for leaf in leaves:
+        top.add(leaf.name.split("."), leaf.same, leaf)
+    for name in others:
+        top.add(name.split("."), None, None)
+    entries: list[_Entry] = []
+    _collect(top, (), None, entries, most=most, root=root)
+    alike: dict[Hashable, dict[str, list[Leaf]]] = {}
+    for entry in entries:
+        alike.setdefault((template(entry.pattern)[0], entry.same), {}).setdefault(entry.pattern, []).extend(
+            entry.leaves
+        )
+    rows = [
+        Row(pattern=pattern, leaves=tuple(leaf for name in names for leaf in by_pattern[name]))
+        for by_pattern in alike.values()
+        for pattern, names in fold(by_pattern)
     ]
-    root = _Branch()
-    for row in rows:
-        root.add(_path(row.pattern), row)
-    return list(_collapsed(root, (), universe))
+    rows.sort(key=lambda row: min(leaf.item for leaf in row.leaves))
+    return list(_neighbours_joined(rows))
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -105,81 +128,86 @@ def _fill(text: str, columns: Sequence[tuple[int, ...]]) -> str:
 
 @dataclass
 class _Branch:
-    """Rows by the components of their patterns."""
+    """A module: what is in it, and how often each thing is told in it."""
 
     children: dict[str, _Branch] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    told: Counter[Hashable] = field(default_factory=Counter)
 
-    def add(self, path: Sequence[str], row: Row) -> None:
+    def add(self, path: Sequence[str], same: Hashable, leaf: Leaf | None) -> None:
+        self.told[same] += 1
         if path:
-            self.children.setdefault(path[0], _Branch()).add(path[1:], row)
+            self.children.setdefault(path[0], _Branch()).add(path[1:], same, leaf)
+        elif leaf is not None:
+            self.leaves.append(leaf)
+
+
+@dataclass
+class _Entry:
+    """A name or a module, and what it stands for."""
+
+    pattern: str
+    same: Hashable
+    leaves: list[Leaf] = field(default_factory=list)
+
+
+def _collect(
+    branch: _Branch, path: tuple[str, ...], above: _Entry | None, entries: list[_Entry], *, most: float, root: bool
+) -> None:
+    """Add the entries of a module; what is told by the entry of a module above it goes there."""
+    ((same, count),) = branch.told.most_common(1) or [(None, 0)]
+    total = branch.told.total()
+    alike = same is not None and total > 1 and count >= most * total
+    if alike and (path or root) and (above is None or above.same != same) and branch.children:
+        above = _Entry(".".join((*path, "*")), same)
+        entries.append(above)
+    for leaf in branch.leaves:
+        if above is not None and above.same == leaf.same:
+            above.leaves.append(leaf)
         else:
-            self.rows.append(row)
-
-    def all_rows(self) -> Iterator[Row]:
-        yield from self.rows
-        for child in self.children.values():
-            yield from child.all_rows()
+            entries.append(_Entry(leaf.name, leaf.same, [leaf]))
+    for name, child in branch.children.items():
+        _collect(child, (*path, name), above, entries, most=most, root=root)
 
 
-def _path(pattern: str) -> list[str]:
-    return pattern.split(".")
-
-
-def _collapsed(branch: _Branch, path: tuple[str, ...], universe: Sequence[Counter[str]]) -> Iterator[Row]:
-    rows = list(branch.all_rows())
-    if len(rows) == 1:
-        yield rows[0]
-        return
-    if len({row.same for row in rows}) == 1 and _is_all(rows, len(path), universe):
-        yield _joined(rows, ".".join((*path, "*")))
-        return
+def _neighbours_joined(rows: Iterable[Row]) -> Iterator[Row]:
     waiting: list[Row] = []
-    for row in [
-        *branch.rows,
-        *(one for part, child in branch.children.items() for one in _collapsed(child, (*path, part), universe)),
-    ]:
-        if waiting and not (_is_plain(row) and _is_plain(waiting[-1]) and _near(row) == _near(waiting[-1])):
-            yield _listed(waiting, path)
+    for row in rows:
+        if waiting and not _fits(waiting, row):
+            yield _listed(waiting)
             waiting = []
         waiting.append(row)
     if waiting:
-        yield _listed(waiting, path)
+        yield _listed(waiting)
 
 
-def _is_all(rows: Sequence[Row], depth: int, universe: Sequence[Counter[str]]) -> bool:
-    """Whether nothing else has a name that begins like these."""
-    own = Counter(".".join(name.split(".")[:depth]) for row in rows for name in row.names)
-    return all(universe[depth][prefix] == count for prefix, count in own.items())
+def _fits(rows: Sequence[Row], row: Row) -> bool:
+    """Whether a row can be listed with others: it is like them, none is a module's, and the list stays short."""
+    if any(one.pattern.endswith(("*", "}")) for one in (rows[-1], row)) or _near(rows[-1]) != _near(row):
+        return False
+    names = _split_prefix([*rows, row])[1]
+    if any("{" in name for name in names):  # layers that are not the same ones
+        return False
+    return len(",".join(names)) <= _LONGEST_LIST
 
 
 def _near(row: Row) -> Hashable:
-    return row.same if row.near is None else row.near
+    leaf = row.leaves[0]
+    return leaf.same if leaf.near is None else leaf.near
 
 
-def _is_plain(row: Row) -> bool:
-    """Not yet one for several."""
-    return not row.pattern.endswith(("*", "}"))
-
-
-def _listed(rows: Sequence[Row], path: tuple[str, ...]) -> Row:
+def _listed(rows: Sequence[Row]) -> Row:
     if len(rows) == 1:
         return rows[0]
-    prefix = "".join(f"{part}." for part in path)
-    shown: list[str] = []
-    for row in rows:
-        name = row.pattern.removeprefix(prefix)
-        if shown and sum(len(one) + 1 for one in shown) + len(name) > _LONGEST_LIST:
-            shown.append("...")
-            break
-        shown.append(name)
-    return _joined(rows, prefix + "{" + ",".join(shown) + "}")
+    prefix, names = _split_prefix(rows)
+    pattern = prefix + "{" + ",".join(names) + "}"
+    return Row(pattern=pattern, leaves=tuple(leaf for row in rows for leaf in row.leaves))
 
 
-def _joined(rows: Sequence[Row], pattern: str) -> Row:
-    return replace(
-        rows[0],
-        pattern=pattern,
-        names=tuple(name for row in rows for name in row.names),
-        items=tuple(item for row in rows for item in row.items),
-    )
+def _split_prefix(rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """The modules that all rows are in, and their names within."""
+    paths = [row.pattern.split(".") for row in rows]
+    depth = 0
+    while all(len(path) > depth + 1 and path[depth] == paths[0][depth] for path in paths):
+        depth += 1
+    return "".join(f"{part}." for part in paths[0][:depth]), [".".join(path[depth:]) for path in paths]

@@ -113,7 +113,7 @@ def local_ranges(part: Part, frame: Frame, running: Running, *, width: int) -> R
     assert running.dim is not None
     size = frame.dims[running.dim].size
     start, stop = ranges.get(running.dim, (0, size))
-    low, high = start * width // size, stop * width // size
+    low, high = ((2 * edge * width + size) // (2 * size) for edge in (start, stop))  # to the nearest
     if low == high:
         raise CutError(
             f"{part} gets no sample of a micro-batch of {width}; use fewer micro-batches or fewer parts of the samples"

@@ -7,10 +7,10 @@ backward. The user's own wishes are edges that the order must respect.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 
 from rota.errors import CycleError
+from rota.graph.cost import work_of
 from rota.plan.plan import At, Part, Plan
 from rota.plan.program import ONCE, Node, NodeKind, Segment, Value
 from rota.plan.segments import Draft, find_cycle
@@ -95,15 +95,11 @@ def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node
 
 
 def segment_cost(plan: Plan, draft: Draft) -> float:
-    """A rough cost of a segment: the sizes of its ops' dims multiplied."""
+    """A rough cost of a segment: its products, and what it touches."""
     total = 0.0
     for site in draft.sites:
-        frame = plan.refined.frames[site.op.name]
-        widths = (
-            site.ranges[name][1] - site.ranges[name][0] if name in site.ranges else dim.size
-            for name, dim in frame.dims.items()
-        )
-        total += math.prod(widths)
+        work = work_of(plan.refined, site.op.name, site.ranges)
+        total += max(work.flops, 4 * work.touched_bytes)
     return max(total, 1.0)
 
 

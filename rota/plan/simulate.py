@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rota.graph.cost import element_bytes, work_of
 from rota.graph.refine import Refined
-from rota.graph.rules import occurrences
 from rota.plan.box import Box
 from rota.plan.collectives import Link
-from rota.plan.layout import Kind, Step
+from rota.plan.layout import Kind
 from rota.plan.program import ONCE, Node, NodeKind, Program, Segment, Value
 from rota.runtime.footprint import Footprint, Footprints, likeness, slice_bytes
-
-_PRODUCTS = frozenset(
-    {"linear", "matmul", "mm", "bmm", "addmm", "einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +112,8 @@ def _segment_seconds(program: Program, costs: Costs) -> list[tuple[float, float]
 def call_seconds(refined: Refined, segment: Segment, index: int, costs: Costs) -> float:
     """A rough cost of one op's part: its products, or the bytes that it touches."""
     call = segment.calls[index]
-    case, frame = refined.cases[call.op], refined.frames[call.op]
-    width = {
-        name: call.ranges[name][1] - call.ranges[name][0] if name in call.ranges else dim.size
-        for name, dim in frame.dims.items()
-    }
-    flops = 2.0 * math.prod(width.values()) if case.op.kind in _PRODUCTS else 0.0
-    touched = 0.0
-    names = [*zip(occurrences(case.op), frame.reads, strict=True), *zip(case.op.outputs, frame.makes, strict=True)]
-    for tensor, dims in names:
-        if tensor is not None and dims is not None:
-            touched += math.prod(width[name] for name in dims) * element_bytes(refined, tensor)
-    return max(flops / costs.flops_per_s, touched / costs.bytes_per_s) + costs.op_s
+    work = work_of(refined, call.op, call.ranges)
+    return max(work.flops / costs.flops_per_s, work.touched_bytes / costs.bytes_per_s) + costs.op_s
 
 
 def step_seconds(program: Program, node: Node, costs: Costs) -> float:
@@ -144,22 +129,7 @@ def received_bytes(program: Program, node: Node) -> int:
     """What arrives at devices because of a node, over all of them."""
     if node.step is None:
         return 0
-    return _received(node.step) * element_bytes(program.refined, program.flows[node.flow].tensor)
-
-
-def _received(step: Step) -> int:
-    return step.received_elements
-
-
-def element_bytes(refined: Refined, tensor: str) -> int:
-    """Of one element of a tensor."""
-    return _BYTES[refined.graph.tensors[tensor].dtype]
-
-
-_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
+    return node.step.received_elements * element_bytes(program.refined, program.flows[node.flow].tensor)
 
 
 # ---- memory ----
