@@ -1,0 +1,315 @@
+"""Runs one device's part of a program in its own process; the others run theirs.
+
+Collectives are begun when they can be and waited for when somebody reads what they make. Small ones are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rota.graph.refine import local_shape
+from rota.plan.box import Box
+from rota.plan.layout import Kind, Step
+from rota.plan.program import Node, NodeKind, Program, Value
+from rota.runtime import comm
+from rota.runtime.buckets import Bucket, buckets_of
+from rota.runtime.device_run import DeviceRun, check_state
+from rota.runtime.pieces import assemble, cut, exchange
+
+_RECEIVES_AHEAD = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Instruction:
+    """A node as this device sees it."""
+
+    index: int
+    node: Node
+    bucket: Bucket | None
+    """For a collective that is launched here, alone or with others."""
+    frees: tuple[Value, ...]
+
+
+class Engine:
+    """One device of a program, among its peers."""
+
+    def __init__(
+        self,
+        program: Program,
+        state: Mapping[str, torch.Tensor],
+        *,
+        rank: int,
+        groups: comm.Groups | None = None,
+        seed: int = 0,
+        plain_random: bool = False,
+        bucket_bytes: int = 4 * 2**20,
+    ) -> None:
+        self.program = program
+        self.rank = rank
+        self.device = DeviceRun(program, rank, seed=seed, plain_random=plain_random)
+        self._graph = program.refined.graph
+        self._factors = program.refined.factors
+        self._groups = groups or comm.Groups()
+        self._groups.prepare(program)
+        self._sends = comm.Sends()
+        self._instructions = _instructions(program, rank, buckets_of(program, most_bytes=bucket_bytes))
+        self._receives = [
+            one
+            for one in self._instructions
+            if one.node.step is not None and one.node.step.kind is Kind.SEND and one.node.step.outputs[0].device == rank
+        ]
+        self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._next_receive = 0
+        self._pending: dict[Value, tuple[comm.Pending, Callable[[], None]]] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        check_state(program, state)
+        for name in program.stored:
+            self.device.load(name, state[name].detach())
+
+    # ---- a step ----
+
+    def execute(self, batch: Any, *, step: int = 0) -> None:
+        """Run this device's nodes; gradients and results stay here."""
+        device = self.device
+        device.begin(batch, step=step)
+        self._next_receive = 0
+        for one in self._instructions:
+            node = one.node
+            if node.kind is NodeKind.EXCHANGE:
+                self._exchange(one)
+            else:
+                self._post_receives(one.index)
+                self._settle(node)
+                (device.forward if node.kind is NodeKind.FORWARD else device.backward)(node)
+            if one.frees:
+                for value in one.frees:
+                    self._wait(value)
+                device.drop(one.frees)
+        for value in list(self._pending):
+            self._wait(value)
+        self._sends.wait()
+        device.end()
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The metrics that ended up on this device."""
+        found = {}
+        for metric, name in self._graph.outputs.items():
+            result = self.program.results.get(name)
+            if result is not None and result.device == self.rank:
+                found[metric] = self.device.values[result.value]
+        return found
+
+    def train(self, batch: Any, *, step: int = 0, max_norm: float | None = None) -> dict[str, torch.Tensor]:
+        """One step of training; the metrics that ended up on this device."""
+        self.execute(batch, step=step)
+        outputs = self.outputs()
+        self.device.hand_over_gradients()
+        if max_norm is not None:
+            squares = self.device.squared_gradients()
+            dist.all_reduce(squares)
+            self.device.clip(squares.sqrt(), max_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        self.device.clear()
+        return outputs
+
+    def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:
+        """Give this device an optimizer over its pieces."""
+        pieces = [parameter for _, _, parameter in self.device.parameters()]
+        self._optimizer = make(pieces) if pieces else None
+
+    # ---- values under way ----
+
+    def _wait(self, value: Value) -> None:
+        waiting = self._pending.pop(value, None)
+        if waiting is not None:
+            pending, put = waiting
+            pending.wait()
+            put()
+
+    def _settle(self, node: Node) -> None:
+        """Wait for what a node reads."""
+        if not self._pending:
+            return
+        for value in node.reads:
+            if value is not None:
+                self._wait(value)
+        for values in node.gradients:
+            for value in values:
+                self._wait(value)
+
+    # ---- exchanges ----
+
+    def _exchange(self, one: _Instruction) -> None:
+        step = one.node.step
+        assert step is not None
+        match step.kind:
+            case Kind.LOCAL:
+                self._settle(one.node)
+                inputs = [self._held(value) for value in one.node.reads if value is not None]
+                made = exchange(step, inputs, self._factors_of(one.node))
+                self.device.values[one.node.makes[0]] = made[0]
+            case Kind.SEND:
+                self._send(one)
+            case _:
+                if one.bucket is not None:
+                    self._launch(one.bucket)
+
+    def _held(self, value: Value) -> torch.Tensor:
+        return self.device.values[value].detach()
+
+    def _factors_of(self, node: Node) -> Any:
+        return self._factors[self.program.flows[node.flow].tensor]
+
+    def _send(self, one: _Instruction) -> None:
+        step = one.node.step
+        assert step is not None
+        source, target = step.inputs[0], step.outputs[0]
+        if source.device == self.rank:
+            value = one.node.reads[0]
+            assert value is not None
+            self._wait(value)
+            self._sends.send(self._held(value), to=target.device, tag=one.index)
+            return
+        self._post_receives(one.index, at_least=one.index)
+        work, tensor = self._posted.pop(one.index)
+        made = one.node.makes[0]
+        pending = comm.Pending(work, lambda: [tensor])
+        self._pending[made] = (pending, lambda: self._put(made, tensor))
+
+    def _put(self, value: Value, tensor: torch.Tensor) -> None:
+        self.device.values[value] = tensor
+
+    def _post_receives(self, now: int, *, at_least: int = -1) -> None:
+        """Tell the senders where to write, a few receives ahead of need."""
+        while self._next_receive < len(self._receives):
+            one = self._receives[self._next_receive]
+            if len(self._posted) >= _RECEIVES_AHEAD and one.index > at_least:
+                return
+            step = one.node.step
+            assert step is not None
+            tensor_name = self.program.flows[one.node.flow].tensor
+            box = step.outputs[0].box
+            tensor = torch.empty(
+                local_shape(self._factors[tensor_name], box.shape),
+                dtype=getattr(torch, self._graph.tensors[tensor_name].dtype),
+            )
+            work = dist.irecv(tensor, src=step.inputs[0].device, tag=one.index)
+            self._posted[one.index] = (work, tensor)
+            self._next_receive += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        nodes = [self.program.nodes[index] for index in bucket.nodes]
+        steps = [node.step for node in nodes if node.step is not None]
+        kind, ranks = steps[0].kind, steps[0].group
+        group, place = self._groups.of(ranks), ranks.index(self.rank)
+        for node, step in zip(nodes, steps, strict=True):
+            value = node.reads[_position(step, self.rank)]
+            assert value is not None
+            self._wait(value)
+        inputs = [self._input(node, step) for node, step in zip(nodes, steps, strict=True)]
+        made = [node.makes[place] for node in nodes]
+        if kind is Kind.ALL_REDUCE:
+            pending = comm.all_reduce(inputs, group)
+            puts = [lambda i=i: self._put(made[i], pending.wait()[i]) for i in range(len(nodes))]
+        elif kind is Kind.ALL_GATHER:
+            pending, puts = self._all_gather(nodes, steps, inputs, made, group)
+        elif kind is Kind.REDUCE_SCATTER:
+            pending, puts = self._reduce_scatter(nodes, steps, inputs, made, group, place)
+        else:
+            pending, puts = self._all_to_all(nodes[0], steps[0], inputs[0], made[0], group, place)
+        for value, put in zip(made, puts, strict=True):
+            self._pending[value] = (pending, put)
+
+    def _input(self, node: Node, step: Step) -> torch.Tensor:
+        value = node.reads[_position(step, self.rank)]
+        assert value is not None
+        return self._held(value)
+
+    def _all_gather(self, nodes: Any, steps: Any, inputs: Any, made: Any, group: Any) -> Any:
+        size = len(steps[0].outputs)
+        shapes = [
+            [local_shape(self._factors_of(node), piece.box.shape) for piece in step.inputs]
+            for node, step in zip(nodes, steps, strict=True)
+        ]
+        even = all(len({one.box.size for one in step.inputs}) == 1 for step in steps)
+        pending = comm.all_gather(inputs, group, size) if even else comm.uneven_all_gather(inputs[0], shapes[0], group)
+
+        def put(i: int) -> None:
+            parts = pending.wait()[i * size : (i + 1) * size]
+            pieces = [
+                (piece.box, part.reshape(shape))
+                for piece, part, shape in zip(steps[i].inputs, parts, shapes[i], strict=True)
+            ]
+            whole = Box(ranges=steps[i].outputs[0].box.ranges)
+            self._put(made[i], assemble(pieces, self._factors_of(nodes[i]), whole))
+
+        return pending, [lambda i=i: put(i) for i in range(len(nodes))]
+
+    def _reduce_scatter(self, nodes: Any, steps: Any, inputs: Any, made: Any, group: Any, place: int) -> Any:
+        factors = [self._factors_of(node) for node in nodes]
+        even = all(len({one.box.size for one in step.outputs}) == 1 for step in steps)
+        shapes = [local_shape(f, step.outputs[place].box.shape) for f, step in zip(factors, steps, strict=True)]
+        if not even:  # as an all-reduce, of which each keeps its part
+            pending = comm.all_reduce(inputs, group)
+
+            def keep(i: int) -> None:
+                whole = Box(ranges=steps[i].inputs[0].box.ranges)
+                part = cut(pending.wait()[i], factors[i], whole, Box(ranges=steps[i].outputs[place].box.ranges))
+                self._put(made[i], part.contiguous())
+
+            return pending, [lambda i=i: keep(i) for i in range(len(nodes))]
+        parts = [
+            [
+                cut(one, f, Box(ranges=step.inputs[0].box.ranges), Box(ranges=step.outputs[member].box.ranges))
+                for one, f, step in zip(inputs, factors, steps, strict=True)
+            ]
+            for member in range(len(steps[0].outputs))
+        ]
+        pending = comm.reduce_scatter(parts, group, shapes)
+        return pending, [lambda i=i: self._put(made[i], pending.wait()[i]) for i in range(len(nodes))]
+
+    def _all_to_all(self, node: Any, step: Any, tensor: Any, made: Any, group: Any, place: int) -> Any:
+        factors = self._factors_of(node)
+        mine = Box(ranges=step.inputs[place].box.ranges)
+        target = Box(ranges=step.outputs[place].box.ranges)
+        parts, boxes, shapes = [], [], []
+        for source, sink in zip(step.inputs, step.outputs, strict=True):
+            going = mine.intersect(Box(ranges=sink.box.ranges))
+            coming = target.intersect(Box(ranges=source.box.ranges))
+            parts.append(tensor.new_empty(0) if going is None else cut(tensor, factors, mine, going))
+            boxes.append(coming)
+            shapes.append((0,) if coming is None else local_shape(factors, coming.shape))
+        pending = comm.all_to_all(parts, shapes, group)
+
+        def put() -> None:
+            pieces = [(box, part) for box, part in zip(boxes, pending.wait(), strict=True) if box is not None]
+            self._put(made, assemble(pieces, factors, target))
+
+        return pending, [put]
+
+
+def _position(step: Step, rank: int) -> int:
+    return next(i for i, piece in enumerate(step.inputs) if piece.device == rank)
+
+
+def _instructions(program: Program, rank: int, buckets: Mapping[int, Bucket]) -> list[_Instruction]:
+    found = []
+    joined = {index for bucket in buckets.values() for index in bucket.nodes}
+    for index in program.of(rank):
+        node = program.nodes[index]
+        bucket = buckets.get(index)
+        if bucket is None and index not in joined and node.kind is NodeKind.EXCHANGE:
+            bucket = Bucket(nodes=(index,))
+        if bucket is None and index in joined:
+            continue  # it is launched with a later one, which needs its inputs until then
+        ended = bucket.nodes if bucket is not None else (index,)
+        frees = tuple(value for one in ended for device, value in program.frees[one] if device == rank)
+        found.append(_Instruction(index=index, node=node, bucket=bucket, frees=frees))
+    return found
