@@ -84,7 +84,7 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether the other lies within this one."""
-        return self.intersect(other) == other
+        return len(self.ranges) == len(other.ranges) and self.intersect(other) == other
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
         """Where this box is in a tensor that holds `outer`: the slices that cut it out."""

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rota.errors import CoverError, PlacementError
+from rota.errors import CoverError, CutError, PlacementError
 from rota.graph.graph import Graph, Op, Role
 from rota.graph.part import Ranges, makes_of, reads_of
+from rota.graph.refine import Frame
 from rota.graph.rules import occurrences
-from rota.plan.box import Box, missing
+from rota.plan.box import Box, first_overlap, missing
 from rota.plan.layout import Layout, Piece, Step, canonical
 from rota.plan.microbatches import Microbatches, Mode, local_ranges, microbatches_of
 from rota.plan.plan import Part, Plan
@@ -198,6 +199,7 @@ class _Wirer:
         once = running.mode is Mode.ONCE
         contexts = [(ONCE, 0)] if once else list(enumerate(self.micro.distinct_widths))
         copies: set[tuple[object, int]] = set()
+        self._check_copies(op, frame)
         for part in self.plan.parts(op):
             device = self.plan.device_of(part)
             if device is None:
@@ -228,6 +230,18 @@ class _Wirer:
                 for i, name in enumerate(occurrences(op)):
                     if site.reads[i] is not None:
                         self.uses.setdefault(name, []).append(Use(site=site, read=i))
+
+    def _check_copies(self, op: Op, frame: Frame) -> None:
+        """Copies of an op are copies: none of them is cut unless all are, in the same way."""
+        parts = self.plan.parts(op)
+        cuts = {part.ranges for part in parts}
+        if len(cuts) == 1 or not any(part.replica for part in parts):
+            return
+        boxes = [
+            Box(ranges=tuple(dict(cut).get(name, (0, dim.size)) for name, dim in frame.dims.items())) for cut in cuts
+        ]
+        if first_overlap(boxes) is not None:
+            raise CutError(f"the copies of {op.name} are cut in different ways; cut it first and copy its parts then")
 
     def _store(self, name: str) -> None:
         """Parameters and buffers are kept where they are used, unless the plan says where."""

@@ -128,15 +128,15 @@ def _fill(text: str, columns: Sequence[tuple[int, ...]]) -> str:
 
 @dataclass
 class _Branch:
-    """A module: what is in it, and how often each thing is told in it."""
+    """A module, or a name: what it holds, and how often each thing is told below it."""
 
     children: dict[str, _Branch] = field(default_factory=dict)
     leaves: list[Leaf] = field(default_factory=list)
     told: Counter[Hashable] = field(default_factory=Counter)
 
     def add(self, path: Sequence[str], same: Hashable, leaf: Leaf | None) -> None:
-        self.told[same] += 1
         if path:
+            self.told[same] += 1
             self.children.setdefault(path[0], _Branch()).add(path[1:], same, leaf)
         elif leaf is not None:
             self.leaves.append(leaf)
@@ -155,17 +155,17 @@ def _collect(
     branch: _Branch, path: tuple[str, ...], above: _Entry | None, entries: list[_Entry], *, most: float, root: bool
 ) -> None:
     """Add the entries of a module; what is told by the entry of a module above it goes there."""
-    ((same, count),) = branch.told.most_common(1) or [(None, 0)]
-    total = branch.told.total()
-    alike = same is not None and total > 1 and count >= most * total
-    if alike and (path or root) and (above is None or above.same != same) and branch.children:
-        above = _Entry(".".join((*path, "*")), same)
-        entries.append(above)
     for leaf in branch.leaves:
         if above is not None and above.same == leaf.same:
             above.leaves.append(leaf)
         else:
             entries.append(_Entry(leaf.name, leaf.same, [leaf]))
+    ((same, count),) = branch.told.most_common(1) or [(None, 0)]
+    total = branch.told.total()
+    alike = same is not None and total > 1 and count >= most * total
+    if alike and (path or root) and (above is None or above.same != same):
+        above = _Entry(".".join((*path, "*")), same)
+        entries.append(above)
     for name, child in branch.children.items():
         _collect(child, (*path, name), above, entries, most=most, root=root)
 

@@ -182,7 +182,12 @@ class Plan:
             raise InputError(f"{parameter!r} is not a parameter of the model")
         if isinstance(layout, Mapping):
             layout = tuple(Piece(device=device, box=box) for device, box in layout.items())
+        shape = self.refined.shape(tensor.name)
         for piece in layout:
+            if not Box.whole(shape).contains(piece.box):
+                raise InputError(
+                    f"{piece.box} is not a part of {parameter}; its boxes count in the factors of its dims, {list(shape)}"
+                )
             if not 0 <= piece.device < self.devices:
                 raise PlacementError(f"{parameter} cannot be stored on device {piece.device}; there is none")
         self.stored[tensor.name] = layout

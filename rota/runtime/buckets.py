@@ -1,8 +1,8 @@
 """Joins small collectives into large ones: the same for every device of a group, decided from the program alone.
 
 A collective costs a latency however small it is, and a model has hundreds of small parameters. Collectives of one kind
-and group that follow each other in the program, with computation in between or not, are launched as one, at the place of
-the last of them: before anything reads what they make, or when enough has come together.
+and group that follow each other in the program, with computation in between or not, are launched as one, in the place
+of the last of them: before anything reads what they make, or when enough has come together.
 """
 
 from __future__ import annotations
