@@ -1,0 +1,119 @@
+"""ZeRO: data parallelism whose parameters, gradients and moments are stored cut and brought together for use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rota.errors import InputError
+from rota.graph.graph import Op
+from rota.plan.box import Box, even_widths
+from rota.plan.layout import Piece
+from rota.plan.plan import Plan
+from rota.strategies.base import register
+from rota.strategies.data import Samples
+from rota.strategies.mesh import Choice, Mesh, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero(Recipe):
+    """Stage 1 and 2 keep gathered parameters for a step; stage 3 (FSDP) gathers them for each layer and pass."""
+
+    stage: int = 3
+
+    def begin(self, plan: Plan, degree: int) -> _Stored:
+        """Refused as data parallelism is."""
+        if self.stage not in (1, 2, 3):
+            raise InputError(f"zero has the stages 1, 2 and 3, not {self.stage}")
+        return _Stored(plan, degree, self.stage)
+
+
+class _Stored:
+    def __init__(self, plan: Plan, degree: int, stage: int) -> None:
+        self._plan = plan
+        self._samples = Samples(plan, degree)
+        self._degree = degree
+        self._stage = stage
+
+    def choose(self, op: Op) -> Choice:
+        """As data parallelism does."""
+        return self._samples.choose(op)
+
+    def finish(self, mesh: Mesh) -> None:
+        """Store each parameter in as many pieces as there are copies of it along the axis, layer by layer."""
+        plan = self._plan
+        if self._stage == 3:
+            for ops in layers_of(plan):
+                plan.group(ops)
+        for tensor in plan.graph.parameters:
+            whole = Box.whole(plan.refined.shape(tensor.name))
+            copies = _used(plan, tensor.name)
+            pieces = [
+                Piece(device=device, box=part)
+                for box, devices in copies.items()
+                for device, part in zip(devices, _pieces(box, len(devices)), strict=False)
+            ]
+            if copies and not _missing(whole, copies):
+                plan.store(tensor.name, tuple(pieces), gather="use" if self._stage == 3 else "step")
+
+
+def _used(plan: Plan, name: str) -> dict[Box, list[int]]:
+    """The boxes of a parameter that devices use, and which devices use each."""
+    from rota.graph.part import reads_of
+    from rota.graph.rules import occurrences
+
+    found: dict[Box, list[int]] = {}
+    for op in plan.graph.ops:
+        if name not in op.inputs:
+            continue
+        frame = plan.refined.frames[op.name]
+        for part in plan.parts(op):
+            device = plan.device_of(part)
+            for tensor, box in zip(occurrences(op), reads_of(frame, dict(part.ranges)), strict=True):
+                if tensor == name and box is not None and device is not None:
+                    devices = found.setdefault(box, [])
+                    if device not in devices:
+                        devices.append(device)
+    return found
+
+
+def _missing(whole: Box, copies: dict[Box, list[int]]) -> bool:
+    from rota.plan.box import first_overlap, missing
+
+    return bool(missing(whole, copies)) or first_overlap(list(copies)) is not None
+
+
+def _pieces(box: Box, parts: int) -> list[Box]:
+    """A box cut into as many parts, along its longest dim; fewer if it is too small."""
+    shape = box.shape
+    if not shape or max(shape) < parts:
+        return [box]
+    dim = max(range(len(shape)), key=lambda i: (shape[i] % parts == 0, shape[i]))
+    if shape[dim] < parts:
+        dim = shape.index(max(shape))
+    return list(box.split(dim, even_widths(shape[dim], parts)))
+
+
+def layers_of(plan: Plan) -> Iterator[list[Op]]:
+    """The ops of each layer: those whose module has the same number in its path, and the runs in between."""
+    groups: dict[str, list[Op]] = {}
+    for op in plan.graph.ops:
+        groups.setdefault(layer_name(op.module), []).append(op)
+    yield from groups.values()
+
+
+def layer_name(module: str) -> str:
+    """The path of a module up to its first number: blocks.3 of blocks.3.attention.query."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def zero(degree: int | None = None, *, stage: int = 3) -> Zero:
+    """Data parallelism with stored parameters cut; stage 3 is FSDP."""
+    return Zero(degree=degree, stage=stage)
+
+
+register("zero")(zero())
