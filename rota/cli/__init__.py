@@ -9,6 +9,7 @@ import click
 from rota import __version__
 from rota.cli.devices import devices
 from rota.cli.doctor import doctor
+from rota.cli.explain import explain
 from rota.cli.report import report
 from rota.cli.resume import resume
 from rota.cli.run import run
@@ -25,7 +26,7 @@ def commands() -> None:
     """Train many large PyTorch models on the devices you have."""
 
 
-for command in (run, devices, status, resume, stop, report, doctor):
+for command in (run, explain, devices, status, resume, stop, report, doctor):
     commands.add_command(command)
 
 

@@ -15,7 +15,7 @@ from rota.graph.part import makes_of, reads_of
 from rota.graph.rules import occurrences
 from rota.plan.box import Box, Range, first_overlap, missing
 from rota.plan.layout import Piece, Step
-from rota.plan.program import ONCE, Exit, Node, NodeKind, Program, Segment, Source, Value
+from rota.plan.program import ONCE, Call, Exit, Node, NodeKind, Program, Segment, Source, Value
 from rota.plan.step_check import check_step
 
 
@@ -56,6 +56,8 @@ def sequences_of(program: Program) -> list[list[int]]:
 def _check_segment(program: Program, segment: Segment) -> None:
     """Each call reads the tensors that its op reads, in the boxes that its part needs."""
     refined = program.refined
+    sums: set[int] = set()
+    """The slots that hold partial sums."""
     slots: dict[int, tuple[str, Box]] = {entry.slot: (entry.tensor, entry.box) for entry in segment.entries}
     for call in segment.calls:
         case, frame = refined.cases.get(call.op), refined.frames.get(call.op)
@@ -66,23 +68,41 @@ def _check_segment(program: Program, segment: Segment) -> None:
             for name, box in zip(occurrences(case.op), reads_of(frame, call.ranges), strict=True)
             if box is not None
         ]
+        partial = _is_partial(program, segment, call)
         found = [slots.get(slot) for slot in call.reads]
+        if any(slot in sums for slot in call.reads):
+            raise ProgramError(f"{call.op} on device {segment.device} reads a partial sum")
         for want, have in zip(needed, found, strict=False):
             if have is None or have[0] != want[0] or have[1].ranges != want[1].ranges:
                 raise ProgramError(
                     f"{call.op} on device {segment.device} reads {_text(have)} where it needs {_text(want)}"
                 )
-            if have[1].is_partial:
-                raise ProgramError(f"{call.op} on device {segment.device} reads a partial sum of {want[0]}")
         if len(needed) != len(found):
             raise ProgramError(f"{call.op} on device {segment.device} reads {len(found)} tensors and not {len(needed)}")
         for slot, name, box in zip(call.makes, case.op.outputs, makes_of(frame, call.ranges), strict=True):
             if slot is not None and name is not None and box is not None:
                 slots[slot] = (name, box)
+                if partial:
+                    sums.add(slot)
     for exit in segment.exits:
         have = slots.get(exit.slot)
         if have is None or have[0] != exit.tensor or have[1].ranges != exit.box.ranges:
             raise ProgramError(f"segment {segment.index} gives out {_text(have)} as {exit.tensor} {exit.box}")
+        if exit.box.is_partial != (exit.slot in sums):
+            kind = "a partial sum" if exit.slot in sums else "all"
+            raise ProgramError(f"segment {segment.index} gives out {kind} of {exit.tensor} as {exit.box}")
+
+
+def _is_partial(program: Program, segment: Segment, call: Call) -> bool:
+    """Whether a call computes a part of what its op sums over."""
+    frame = program.refined.frames[call.op]
+    for name, (start, stop) in call.ranges.items():
+        size = frame.dims[name].size
+        if name == call.shifted:
+            size = program.microbatches.distinct_widths[segment.context]
+        if frame.dims[name].reduced and (start, stop) != (0, size):
+            return True
+    return False
 
 
 def _text(pair: tuple[str, Box] | None) -> str:
@@ -141,8 +161,8 @@ class _Replay:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.there: list[dict[Value, int]] = [{} for _ in range(program.devices)]
-        """What each device holds, and whether it was read already."""
+        self.there: list[set[Value]] = [set() for _ in range(program.devices)]
+        """What each device holds."""
         self.pending: dict[tuple[int, Value], int] = {}
         """How many nodes still add to a gradient."""
         self.ran: set[tuple[int, int]] = set()
@@ -155,12 +175,18 @@ class _Replay:
         self._tensor = {flow.name: flow.tensor for flow in program.flows}
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
         self._fed = _fed(program)
+        self._sources = {
+            (flow.name, piece.device, self._numbers.get(piece.box))
+            for flow in program.flows
+            if flow.backward
+            for piece in flow.source
+        }
 
     def run(self, sequences: Sequence[Sequence[int]]) -> None:
         program = self.program
         for name, layout in program.stored.items():
             for piece in layout:
-                self.there[piece.device][self._value(name, piece.box)] = 0
+                self.there[piece.device].add(self._value(name, piece.box))
         self._stored = [set(held) for held in self.there]
         for node in program.nodes:
             if node.kind is NodeKind.BACKWARD:
@@ -222,8 +248,9 @@ class _Replay:
         else:
             self._backward(node)
         for device, value in self.program.frees[index]:
-            if self.there[device].pop(value, None) is None:
+            if value not in self.there[device]:
                 raise ProgramError(f"device {device} frees {value.name}, which it does not hold")
+            self.there[device].remove(value)
 
     def _read(self, device: int, value: Value, node: Node) -> None:
         if value not in self.there[device]:
@@ -239,7 +266,7 @@ class _Replay:
             raise ProgramError(
                 f"device {device} makes {self._full(value)} twice, the second time at {self._name(node)}"
             )
-        self.there[device][value] = 0
+        self.there[device].add(value)
 
     def _full(self, value: Value) -> str:
         when = "" if value.microbatch == ONCE else f" of micro-batch {value.microbatch}"
@@ -327,7 +354,9 @@ class _Replay:
                 continue
             if self._tensor.get(added.name) != entry.tensor:
                 raise ProgramError(f"{self._name(node)} adds the gradient of {entry.tensor} to {added.name}")
-            self.there[device].setdefault(added, 0)
+            if (added.name, device, added.box) not in self._sources:
+                raise ProgramError(f"{self._name(node)} adds to {self._full(added)}, which is not its share")
+            self.there[device].add(added)
             self.pending[(device, added)] -= 1
 
     def _check_gradients(self, node: Node, segment: Segment, exit: Exit, values: tuple[Value, ...]) -> None:
@@ -388,8 +417,10 @@ class _Replay:
             segment, microbatch = min(self.ran)
             raise ProgramError(f"segment {segment} has no backward pass for micro-batch {microbatch}")
         kept = [set(stored) for stored in self._stored]
-        for result in program.results.values():
+        for name, result in program.results.items():
             kept[result.device].add(result.value)
+            if self._tensor.get(result.value.name, result.value.name) != name:
+                raise ProgramError(f"the result {name} is {result.value.name}")
             self._must_hold(result.device, result.value, "the result")
         for name, pieces in program.gradients.items():
             flows = [program.flows[number] for number in self._flows.get(name, ())]
@@ -397,7 +428,7 @@ class _Replay:
                 names = {flow.name for flow in flows if (flow.name, device, self._numbers[box]) in self._fed}
                 if flows and not names:
                     raise ProgramError(f"nothing comes back for the gradient of {name} {box} on device {device}")
-                if {value.name for value in values} != names:
+                if {value.name for value in values} != names or len(values) != len(names):
                     raise ProgramError(f"the gradient of {name} {box} on device {device} is not summed up")
                 for value in values:
                     kept[device].add(value)

@@ -293,7 +293,8 @@ class _Wirer:
                 self._return(name, group, context, crossing)
         for need, context, crossing, group in sorted(needs, key=lambda one: -len(one[0])):
             if name in self.plan.gathered_for_use:
-                self._gather_for_use(name, need, group)
+                for one in {use.site.context for use in group}:
+                    self._gather_for_use(name, [use for use in group if use.site.context == one])
                 continue
             flow = self._forward_flow(name, need, context, crossing)
             for use in group:
@@ -373,10 +374,9 @@ class _Wirer:
         flows.append(flow)
         return flow
 
-    def _gather_for_use(self, name: str, need: frozenset[Piece], group: list[Use]) -> None:
-        """Bring a parameter together for each micro-batch and pass."""
-        context = group[0].site.context
-        flow = self._forward_flow(name, need, context, False)
+    def _gather_for_use(self, name: str, group: list[Use]) -> None:
+        """Bring a parameter together for each micro-batch of a context, and for each pass."""
+        flow = self._forward_flow(name, frozenset(self._needs(group, False)), group[0].site.context, False)
         again = None
         if flow.steps and group[0].site.grad:
             again = next((one for one in self.again if one.tensor == name and one.number == flow.number), None)

@@ -15,6 +15,7 @@ from rota.plan.simulate import Simulation
 
 _MOST_WIDTHS = 6
 _MOST_GROUPS = 4
+_MOST_CLAUSES = 2
 _MOST_OF_A_MODULE = 2 / 3
 
 _Table = list[tuple[str, ...]]
@@ -177,17 +178,25 @@ def _groups_words(one: Communication) -> str:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """What sentences have in common: their first words and their last."""
+    """What sentences have in common, clause by clause; a clause in which they name different ops becomes dots."""
     if len(set(texts)) == 1:
         return texts[0]
-    split = [text.split() for text in texts]
-    head = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*split, strict=False))]
-    rest = [words[len(head) :] for words in split]
-    reverse = zip(*(reversed(words) for words in rest), strict=False)
-    tail = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, reverse)]
-    if not tail and ";" in " ".join(head):
-        return " ".join(head).rpartition(";")[0]
-    return " ".join([*head, "...", *reversed(tail)])
+    found: list[str] = []
+    for clauses in itertools.zip_longest(*(text.split("; ") for text in texts), fillvalue=""):
+        told = list(dict.fromkeys(" ".join(_without_names(clause)) for clause in clauses))
+        if len(told) <= _MOST_CLAUSES:
+            found.append(" / ".join(one for one in told if one))
+    return "; ".join(clause for clause in found if clause and not clause.endswith("..."))
+
+
+def _without_names(clause: str) -> Iterator[str]:
+    """The words of a clause, with dots for each list of ops."""
+    dots = False
+    for word in clause.split():
+        is_name = "." in word
+        if not is_name or not dots:
+            yield "..." if is_name else word
+        dots = is_name
 
 
 def _load_lines(explanation: Explanation) -> list[str]:

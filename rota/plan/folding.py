@@ -68,10 +68,13 @@ def collapse(leaves: Iterable[Leaf], *, others: Iterable[str] = (), most: float 
     `root`, there is no row ``*``.
     """
     top = _Branch()
+    counted: set[tuple[str, Hashable]] = set()
     for leaf in leaves:
-        top.add(leaf.name.split("."), leaf.same, leaf)
+        # What is told of one name again does not make its module one of several names.
+        top.add(leaf.name.split("."), leaf.same, leaf, count=0 if (leaf.name, leaf.same) in counted else 1)
+        counted.add((leaf.name, leaf.same))
     for name in others:
-        top.add(name.split("."), None, None)
+        top.add(name.split("."), None, None, count=1)
     entries: list[_Entry] = []
     _collect(top, (), None, entries, most=most, root=root)
     alike: dict[Hashable, dict[str, list[Leaf]]] = {}
@@ -134,10 +137,10 @@ class _Branch:
     leaves: list[Leaf] = field(default_factory=list)
     told: Counter[Hashable] = field(default_factory=Counter)
 
-    def add(self, path: Sequence[str], same: Hashable, leaf: Leaf | None) -> None:
+    def add(self, path: Sequence[str], same: Hashable, leaf: Leaf | None, *, count: int) -> None:
         if path:
-            self.told[same] += 1
-            self.children.setdefault(path[0], _Branch()).add(path[1:], same, leaf)
+            self.told[same] += count
+            self.children.setdefault(path[0], _Branch()).add(path[1:], same, leaf, count=count)
         elif leaf is not None:
             self.leaves.append(leaf)
 

@@ -185,9 +185,7 @@ class Plan:
         shape = self.refined.shape(tensor.name)
         for piece in layout:
             if not Box.whole(shape).contains(piece.box):
-                raise InputError(
-                    f"{piece.box} is not a part of {parameter}; its boxes count in the factors of its dims, {list(shape)}"
-                )
+                raise InputError(f"{piece.box} is not a part of {parameter}, whose dims have the factors {list(shape)}")
             if not 0 <= piece.device < self.devices:
                 raise PlacementError(f"{parameter} cannot be stored on device {piece.device}; there is none")
         self.stored[tensor.name] = layout

@@ -1,0 +1,112 @@
+"""`rota explain`: how a task's model would run on so many devices, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rota.cli.options import json_option, print_json
+from rota.cli.sweep_file import load_source
+from rota.cluster.device import parse_bytes
+from rota.errors import InputError
+from rota.state.files import replacing, write_text
+from rota.sweep import Sweep
+from rota.task import Task
+
+if TYPE_CHECKING:
+    from rota.graph.graph import Graph
+
+_WIDEST, _NARROWEST = 160, 60
+
+
+@click.command(short_help="Show how a task's model would be cut over devices.")
+@click.argument("file", metavar="FILE[:NAME]")
+@click.option("--task", "task_name", metavar="T", help="Which task; not needed if the sweep has one.")
+@click.option("--devices", default=1, show_default=True, metavar="N", help="How many devices.")
+@click.option("--strategy", default="data", show_default=True, metavar="S", help="The recipe that makes the plan.")
+@click.option("--microbatches", default=1, show_default=True, metavar="M", help="In how many parts a batch is taken.")
+@click.option("--memory", metavar="SIZE", help="Memory of each device, for example 4GiB; a plan that needs more fails.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="TO", help="Write a trace for ui.perfetto.dev.")
+@json_option
+def explain(
+    file: str,
+    task_name: str | None,
+    devices: int,
+    strategy: str,
+    microbatches: int,
+    memory: str | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
+    """Show how a task of the sweep that FILE defines would run on devices, without training it.
+
+    It tells which op is cut how and where it sits, what is communicated and why, the memory of each device, and a
+    predicted timeline of one step on the first training batch. The devices need not be there.
+    """
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise InputError(f"there is no folder {trace.parent} to write the trace to; create it first")
+    task = _pick(load_source(file).sweep, task_name)
+    # Only from here on is torch needed; the other commands stay quick.
+    from rota.plan.explain import lines_of
+    from rota.plan.explanation import summarise
+    from rota.report.timeline import timeline
+    from rota.report.trace import trace_events
+    from rota.strategies.base import find
+
+    make = find(strategy)
+    program = make(_graph(task), devices, microbatches).compile(memory_bytes=memory_bytes)
+    simulation = program.simulate()
+    explanation = summarise(program, simulation)
+    if trace is not None:
+        with replacing(trace) as side:
+            write_text(side, json.dumps(trace_events(program, simulation)))
+    if as_json:
+        settings = {"task": task.name, "strategy": strategy, "trace": None if trace is None else str(trace)}
+        print_json(settings | explanation.to_json())
+        return
+    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+    click.echo(f"task  {task.name}, strategy {strategy}")
+    click.echo("\n".join([*lines_of(explanation), "", *timeline(program, simulation, width=width)]))
+    if trace is not None:
+        click.echo(f"\ntrace  {trace} (open it at https://ui.perfetto.dev)")
+
+
+def _pick(sweep: Sweep, name: str | None) -> Task:
+    if name is not None:
+        return sweep[name]
+    if len(sweep) > 1:
+        known = ", ".join(task.name for task in sweep.tasks[:6])
+        raise InputError(
+            f"the sweep has several tasks; say which with --task: {known}{', ...' if len(sweep) > 6 else ''}"
+        )
+    return sweep.tasks[0]
+
+
+def _graph(task: Task) -> Graph:
+    """The graph of the task's first step, with its model and batch made as a worker makes them."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from rota.graph.capture import capture
+    from rota.runtime.training import Training
+    from rota.runtime.user_code import calling
+
+    training = Training(task, device=torch.device("cpu"))
+    with calling("reading the training data"):
+        batch, _ = training.cursor.next()
+
+    def precise(value: Any) -> Any:
+        is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.double() if is_real and task.precision == "float64" else value
+
+    def loss(model: torch.nn.Module, batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=task.precision == "bfloat16"):
+            return task.loss(model, batch)
+
+    batch = pytree.tree_map(precise, batch)
+    return capture(training.model, batch, loss if task.precision == "bfloat16" else task.loss)
