@@ -19,6 +19,7 @@ from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
 
 _PREFIX = "model."
+_ASSIGNED = "assigned buffer "
 
 Loss = Callable[[torch.nn.Module, Any], Any]
 
@@ -58,8 +59,16 @@ class _Step(torch.nn.Module):
         self._loss = loss
 
     def forward(self, batch: Any) -> dict[str, Any]:
+        before = dict(self.model.named_buffers())
         result = self._loss(self.model, batch)
-        return result if isinstance(result, dict) else {"loss": result}
+        outputs = dict(result) if isinstance(result, dict) else {"loss": result}
+        # A buffer that was assigned, not written into, is another tensor now.
+        assigned = {
+            f"{_ASSIGNED}{name}": buffer
+            for name, buffer in self.model.named_buffers()
+            if name in before and buffer is not before[name]
+        }
+        return outputs | assigned
 
 
 def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.ExportedProgram:
@@ -121,13 +130,18 @@ def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, no
         trained = role is Role.PARAMETER and model.get_parameter(target).requires_grad
         builder.declare(node, _tensor(name, value, role, requires_grad=trained))
     builder.run(exported.graph_module)
+    outputs = _outputs(exported, builder)
+    assigned = {name: outputs.pop(name) for name in list(outputs) if name.startswith(_ASSIGNED)}
+    updates = builder.updates() | {
+        aliases.get(name.removeprefix(_ASSIGNED), name.removeprefix(_ASSIGNED)): new for name, new in assigned.items()
+    }
     graph = Graph(
         tensors=builder.tensors,
         ops=tuple(builder.ops),
         inputs=tuple(inputs),
-        outputs=_outputs(exported, builder),
+        outputs=outputs,
         aliases=aliases,
-        updates=builder.updates(),
+        updates=updates,
         constants=constants,
         notes=notes,
     )

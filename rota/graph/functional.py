@@ -19,11 +19,6 @@ _SAME = {"lift_fresh_copy", "lift_fresh", "detach_", "alias"}
 
 # Views through which a tensor may be written: the op that puts the written part back.
 _SCATTERS = {"slice": "aten.slice_scatter.default", "select": "aten.select_scatter.default"}
-_VIEWS = {
-    *_SCATTERS,
-    *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand"),
-    *("split", "chunk", "unbind", "narrow", "expand_as", "view_as", "diagonal", "as_strided"),
-}
 _NO_GRADIENT = {"detach"}
 _WITH_STATISTICS = {"batch_norm", "instance_norm"}
 
@@ -83,6 +78,8 @@ class Builder:
     def value(self, node: Node) -> Any:
         """What a node stands for now."""
         view = self._views.get(node)
+        if view is not None and view.kind == "same":
+            return self.value(view.base)
         if view is not None and self._versions.get(self._root(view.base), 0) != view.version:
             raise CaptureError(
                 f"the model cannot be captured: it writes into a tensor and then reads an older view of it ({node}); "
@@ -121,7 +118,10 @@ class Builder:
         module = self._values[inner]
         places = [one for one in module.graph.nodes if one.op == "placeholder"]
         for place, argument in zip(places, arguments, strict=True):
-            self._values[place] = self._resolve(argument)
+            if isinstance(argument, Node):
+                self._alias(place, argument)
+            else:
+                self._values[place] = self._resolve(argument)
         before, self._mode = self._mode, mode
         result = self.run(module)
         self._mode = before
@@ -131,8 +131,8 @@ class Builder:
         kind = target._schema.name.removeprefix("aten::")
         if kind in _DROPPED:
             return
-        if kind in _SAME:
-            self._values[node] = self._resolve(node.args[0])
+        if kind in _SAME or (kind == "dropout" and not _drops(node, kind)):
+            self._alias(node, _first(node))
             return
         if kind.startswith("__"):  # the operators, such as __and__
             kind = kind.strip("_")
@@ -141,11 +141,20 @@ class Builder:
             return
         if kind in _WITH_STATISTICS and self._updates_statistics(node, kind):
             return
+        base = _base_of(node)
+        if base is not None and _is_whole(node, base) and kind not in _NO_GRADIENT:
+            self._alias(node, base)  # to, contiguous, reshape, x[:], ... that give the tensor itself
+            return
         self._values[node] = self._emit(node, str(target), kind)
-        if kind in _VIEWS and isinstance(node.args[0], Node):
-            base = node.args[0]
+        if base is not None:
             version = self._versions.get(self._root(base), 0)
             self._views[node] = _View(base=base, kind=kind, arguments=node.args[1:], version=version)
+
+    def _alias(self, node: Node, base: Node) -> None:
+        """A node is another one under a second name."""
+        version = self._versions.get(self._root(base), 0)
+        self._views[node] = _View(base=base, kind="same", arguments=(), version=version)
+        self._values[node] = self.value(base)
 
     def _updates_statistics(self, node: Node, kind: str) -> bool:
         """A norm in training that updates its running statistics becomes one that makes new ones."""
@@ -177,12 +186,15 @@ class Builder:
         if kind == "copy_":
             new = self._copied(node)
         else:
-            new = self._emit(node, f"aten.{kind[:-1]}.{target._overloadname}", kind[:-1])
+            new = self._emit(node, _functional(kind[:-1], target._overloadname), kind[:-1])
+            into = self.tensors[self.value(written).name].dtype
+            if any(self.tensors[name].dtype != into for name in self.ops[-1].inputs):
+                # What is written keeps its type, whatever the op would make of its inputs.
+                args = (new, getattr(torch, into))
+                new = self._emit(node, "aten.to.dtype", "to", args=args, like=written)
         self._values[node] = new
         self._replace(written, new, node)
-        self._views[node] = _View(
-            base=written, kind="same", arguments=(), version=self._versions.get(self._root(written), 0)
-        )
+        self._alias(node, written)
 
     def _copied(self, node: Node) -> Any:
         """What is copied, in the shape and type of what it is copied into (aten.copy cannot be differentiated)."""
@@ -313,6 +325,40 @@ class Builder:
         count = self._names.get(name, 0)
         self._names[name] = count + 1
         return name if count == 0 else f"{name}_{count}"
+
+
+def _base_of(node: Node) -> Node | None:
+    """The input whose memory a node shows, if it makes no memory of its own."""
+    made = _memory(node)
+    return next((one for one in node.all_input_nodes if made is not None and _memory(one) == made), None)
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, tuple | list) and value else value
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _is_whole(node: Node, base: Node) -> bool:
+    """Whether a node shows all of another one, as it is."""
+    one, other = node.meta["val"], base.meta["val"]
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+
+
+def _drops(node: Node, kind: str) -> bool:
+    """Whether a dropout drops anything; if not, it gives its input itself."""
+    return kind == "dropout" and bool(node.args[2]) and bool(node.args[1] != 0.0)
+
+
+def _functional(kind: str, overload_name: str) -> str:
+    """The op that makes a new tensor where an in-place op writes into one."""
+    known = getattr(torch.ops.aten, kind).overloads() if hasattr(torch.ops.aten, kind) else []
+    for name in (overload_name, "default"):
+        if name in known:
+            return f"aten.{kind}.{name}"
+    raise CaptureError(f"the model cannot be captured: {kind}_ has no form that makes a new tensor")
 
 
 def _first(node: Node) -> Node:

@@ -145,6 +145,8 @@ class _Chains:
 
     def factors(self, node: _Node) -> tuple[int, ...]:
         """Outermost first."""
+        if self._size[node] == 0:
+            return (0,)
         chain = sorted(self._chain[node], reverse=True)
         return tuple(big // small for big, small in itertools.pairwise(chain))
 
@@ -225,6 +227,8 @@ def _broken_words(op: Op, signature: Signature, chains: _Chains) -> set[str]:
 
 def _groups(left: Shape, right: Shape) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The smallest groups of dims with equal products, without the dims of size one."""
+    if 0 in left or 0 in right:
+        return
     ones = [i for i, size in enumerate(left) if size != 1], [i for i, size in enumerate(right) if size != 1]
     i = j = 0
     while i < len(ones[0]) and j < len(ones[1]):

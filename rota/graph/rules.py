@@ -678,6 +678,8 @@ def _regroup_local(case: Case, cut: LocalCut) -> Compute:
 def _regroup(case: Case) -> Signature:
     if case.argument("dtype") is not None:
         raise RuleError("a view of another type has other elements")
+    if 0 in case.reads[0] or 0 in case.made:
+        raise RuleError("nothing has no factors")
     words = Words()
     return words.signature([_privates(words, case.reads[0])], [_privates(words, case.made)], regroups=True)
 

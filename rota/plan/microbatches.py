@@ -166,9 +166,9 @@ def _is_linear(op: Op, made: Mapping[str, Made], refined: Refined) -> bool:
     shares = {i for i, name in enumerate(reads) if made[name].mode is Mode.SHARE}
     if rule is None or rule.linear_in is None or not shares:
         return False
-    floats = all(name is None or "float" in refined.graph.tensors[name].dtype for name in op.outputs)
-    if op.kind == "to" and not floats and "float" in refined.graph.tensors[reads[0]].dtype:
-        return False  # rounding is not linear
+    dtype = refined.graph.tensors[op.outputs[0] or reads[0]].dtype
+    if op.kind == "to" and "float" not in dtype and dtype != refined.graph.tensors[reads[0]].dtype:
+        return False  # to round, or to ask whether there is any, is not linear
     if op.kind in ("add", "sub"):  # a number, or a tensor that every micro-batch has, would be added each time
         return shares == set(range(len(reads))) and len(reads) == 2
     if op.kind == "mul" and len(reads) == 2:

@@ -143,6 +143,10 @@ class DeviceRun:
                 box = self._global(entry.box, entry.coordinate, node.microbatch) if crossing else entry.box
                 self._add(value, gradient, box, entry.tensor)
 
+    def free(self, name: str) -> torch.Tensor:
+        """A constant, or a tensor of the batch, whole."""
+        return self._free[name]
+
     def drop(self, values: Iterable[Value]) -> None:
         """Forget values that nobody needs any more."""
         for value in values:

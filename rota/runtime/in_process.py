@@ -149,6 +149,10 @@ class InProcess:
             result = self.program.results.get(name)
             if result is not None:
                 found[metric] = self._devices[result.device].values[result.value]
+            elif name in self.program.stored:
+                found[metric] = self.whole(name)
+            else:  # a constant, or a tensor of the batch
+                found[metric] = self._devices[0].free(name)
         return found
 
     def _whole_gradient(self, name: str) -> torch.Tensor:

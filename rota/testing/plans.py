@@ -29,7 +29,7 @@ def random_plan(
     cut_rate: float = 0.6,
     refined: Refined | None = None,
 ) -> Plan:
-    """A legal plan drawn at random: cuts within cuts, even or not, copies, recomputing, and parameters in pieces.
+    """A legal plan drawn at random: cuts within cuts, copies, groups, an order, and parameters in pieces.
 
     `cut_rate` is how many of the ops are cut, between none (0) and all that can be (1).
     """
@@ -50,6 +50,9 @@ def random_plan(
         start = rng.randrange(len(graph.ops))
         apart = rng.choice([plan.group, plan.recompute, plan.recompute])
         apart(graph.ops[start : start + rng.randint(1, 6)])
+    for _ in range(rng.choice([0, 0, 0, 2]) if len(graph.ops) > 1 else 0):
+        first, second = sorted(rng.sample(range(len(graph.ops)), 2))  # along with the data flow
+        plan.order(rng.choice(plan.parts(graph.ops[first])), before=rng.choice(plan.parts(graph.ops[second])))
     if rng.random() < 0.4:
         for parameter in graph.parameters:
             if rng.random() < 0.5:

@@ -238,3 +238,112 @@ def test_a_batch_of_another_shape_is_refused():
     graph = capture(specimen.model, specimen.batch, specimen.loss)
     with pytest.raises(InputError, match="capture it again"):
         run_graph(graph, dict(specimen.model.named_parameters()), specimen.batch[:2])
+
+
+class WritesInto(nn.Module):
+    """Writes into its hidden values in one way or another."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.write = write
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        self.write(hidden, x)
+        return hidden
+
+
+REFUSED_WRITES = {
+    "detach": lambda h, x: h.detach().mul_(2.0),
+    "T": lambda h, x: h.T.mul_(2.0),
+    "swapaxes": lambda h, x: h.swapaxes(0, 1).mul_(2.0),
+    "movedim": lambda h, x: h.movedim(0, 1).mul_(2.0),
+    "ravel": lambda h, x: h.ravel().mul_(2.0),
+    "tensor_split": lambda h, x: h.tensor_split(2)[0].mul_(2.0),
+    "unfold": lambda h, x: h.unfold(1, 2, 2).mul_(2.0),
+    "transpose": lambda h, x: h.transpose(0, 1).mul_(2.0),
+    "diagonal": lambda h, x: h.diagonal().mul_(2.0),
+}
+KNOWN_WRITES = {
+    "itself": lambda h, x: h.mul_(2.0),
+    "a slice": lambda h, x: h[1:3].mul_(2.0),
+    "a slice of a slice": lambda h, x: h[1:5][:, 2:4].add_(1.0),
+    "all of it": lambda h, x: h[:].add_(1.0),
+    "contiguous": lambda h, x: h.contiguous().add_(1.0),
+    "its own type": lambda h, x: h.to(h.dtype).add_(1.0),
+    "doubles into floats": lambda h, x: h.mul_(x.double()),
+    "dropout that does nothing": lambda h, x: nn.functional.dropout(h, 0.0, training=False).add_(1.0),
+}
+
+
+def power_loss(model, batch):
+    return model(batch).pow(3).sum()
+
+
+@pytest.mark.parametrize("name", REFUSED_WRITES)
+def test_a_write_through_a_view_that_cannot_be_put_back_is_refused(name):
+    with pytest.raises(CaptureError, match="writes through"):
+        capture(WritesInto(REFUSED_WRITES[name]), torch.randn(8, 8), power_loss)
+
+
+@pytest.mark.parametrize("name", KNOWN_WRITES)
+def test_a_write_through_what_shows_the_same_memory_is_seen_by_all_of_its_names(name):
+    specimen = zoo.Specimen(name=name, model=WritesInto(KNOWN_WRITES[name]), batch=torch.randn(8, 8), loss=power_loss)
+    assert_graph_is_model(specimen)
+
+
+def test_a_write_in_a_region_without_gradients_is_seen_outside():
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(8))
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+            return hidden - self.seen
+
+    specimen = zoo.Specimen(name="outside", model=Outside(), batch=torch.randn(4, 8), loss=power_loss)
+    assert_graph_is_model(specimen)
+
+
+def test_in_place_ops_without_an_overload_of_the_same_name_work():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            counts = (x > 0).long() * 5
+            counts //= 2
+            return self.linear(x) * counts
+
+    assert_graph_is_model(zoo.Specimen(name="halves", model=Halves(), batch=torch.randn(4, 8), loss=power_loss))
+
+
+def test_a_buffer_that_is_assigned_is_updated():
+    class Assigns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(8))
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            self.seen = self.seen * 0.5 + hidden.detach().mean(0)
+            return hidden - self.seen
+
+    specimen = zoo.Specimen(name="assigns", model=Assigns(), batch=torch.randn(4, 8), loss=power_loss)
+    assert_graph_is_model(specimen)
+
+
+def test_spectral_norm_is_captured():
+    # Rounded: its vectors are normalised into memory that is there, by another kernel than into new memory.
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).double()
+    twin = copy.deepcopy(model)
+    batch = torch.randn(4, 8, dtype=torch.float64)
+    graph = capture(model, batch, power_loss)
+    assert_same(captured(graph, model, batch), eager(twin, batch, power_loss), equal=nearly)
