@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from rota.errors import CaptureError
+from rota.graph.batch import skeleton_of
 from rota.graph.functional import Builder
 from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
@@ -31,7 +32,7 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     captured in eval mode, with its dropout turned on afterwards; `Graph.notes` says so.
     """
     try:
-        return _build(_export(model, batch, loss), model, notes=())
+        return _build(_export(model, batch, loss), model, batch, notes=())
     except CaptureError:
         if not model.training:
             raise
@@ -47,7 +48,7 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
         "the model branches on values in train mode, so it was captured in eval mode with its dropout turned on; "
         "layer drop and dropout inside of attention are left out"
     )
-    return _build(exported, model, notes=(note,))
+    return _build(exported, model, batch, notes=(note,))
 
 
 class _Step(torch.nn.Module):
@@ -80,8 +81,7 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
     except Exception as error:  # whatever the model's code or torch.export raises
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise CaptureError(
-            f"the model cannot be captured: {lines[0]}; it can still be trained by the strategies that take a module "
-            "as it is"
+            f"the model cannot be captured: {lines[0]}; rota can still train it on one device, as it is"
         ) from error
 
 
@@ -106,7 +106,9 @@ def _train_dropout(exported: torch.export.ExportedProgram) -> None:
                     node.args = (node.args[0], node.args[1], True)
 
 
-def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, notes: tuple[str, ...]) -> Graph:
+def _build(
+    exported: torch.export.ExportedProgram, model: torch.nn.Module, batch: Any, *, notes: tuple[str, ...]
+) -> Graph:
     aliases = dict(_tied(model))
     builder = Builder()
     inputs: list[str] = []
@@ -119,6 +121,8 @@ def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, no
         target = (spec.target or "").removeprefix(_PREFIX)
         if spec.kind is InputKind.USER_INPUT:
             name, role = node.name, Role.INPUT
+            if 0 in value.shape:
+                raise CaptureError("a tensor of the batch is empty; capture the model with at least one sample")
             inputs.append(name)
         elif spec.kind is InputKind.PARAMETER:
             name, role = aliases.get(target, target), Role.PARAMETER
@@ -143,6 +147,7 @@ def _build(exported: torch.export.ExportedProgram, model: torch.nn.Module, *, no
         aliases=aliases,
         updates=updates,
         constants=constants,
+        batch=skeleton_of(batch),
         notes=notes,
     )
     return normalise(graph)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +142,9 @@ class Builder:
             return
         if kind in _WITH_STATISTICS and self._updates_statistics(node, kind):
             return
+        if any(one.alias_info is not None and one.alias_info.is_write for one in target._schema.arguments):
+            self._write_out(node, target, kind)
+            return
         base = _base_of(node)
         if base is not None and _is_whole(node, base) and kind not in _NO_GRADIENT:
             self._alias(node, base)  # to, contiguous, reshape, x[:], ... that give the tensor itself
@@ -186,7 +190,11 @@ class Builder:
         if kind == "copy_":
             new = self._copied(node)
         else:
-            new = self._emit(node, _functional(kind[:-1], target._overloadname), kind[:-1])
+            if _shape_of(node) != _shape_of(written):
+                raise CaptureError(f"the model cannot be captured: {kind} changes the shape of a tensor in place")
+            new = self._emit(
+                node, _functional(kind[:-1], target._schema.arguments), kind[:-1], args=self._given(node, target)
+            )
             into = self.tensors[self.value(written).name].dtype
             if any(self.tensors[name].dtype != into for name in self.ops[-1].inputs):
                 # What is written keeps its type, whatever the op would make of its inputs.
@@ -195,6 +203,25 @@ class Builder:
         self._values[node] = new
         self._replace(written, new, node)
         self._alias(node, written)
+
+    def _given(self, node: Node, target: torch._ops.OpOverload) -> tuple[Any, ...]:
+        """The positional arguments, with the defaults that were left out: the op's twin may have none."""
+        left = target._schema.arguments[len(node.args) :]
+        defaults = [one.default_value for one in left if not one.kwarg_only and one.name not in node.kwargs]
+        return (*(self._resolve(one) for one in node.args), *defaults)
+
+    def _write_out(self, node: Node, target: torch._ops.OpOverload, kind: str) -> None:
+        """An op that writes into its `out` becomes one that makes a new tensor."""
+        into = node.kwargs.get("out")
+        rest = [one for one in target._schema.arguments if one.name != "out"]
+        if not isinstance(into, Node) or any(one.alias_info is not None and one.alias_info.is_write for one in rest):
+            raise CaptureError(f"the model cannot be captured: {target} writes into its arguments")
+        kwargs = {name: self._resolve(one) for name, one in node.kwargs.items() if name != "out"}
+        args = tuple(self._resolve(one) for one in node.args)
+        new = self._emit(node, _functional(kind, rest), kind, args=args, like=into, kwargs=kwargs)
+        self._values[node] = new
+        self._replace(into, new, node)
+        self._alias(node, into)
 
     def _copied(self, node: Node) -> Any:
         """What is copied, in the shape and type of what it is copied into (aten.copy cannot be differentiated)."""
@@ -254,9 +281,11 @@ class Builder:
         *,
         args: tuple[Any, ...] | None = None,
         like: Node | None = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args = tuple(self._resolve(one) for one in node.args) if args is None else args
-        kwargs = {name: self._resolve(one) for name, one in node.kwargs.items()} if like is None else {}
+        if kwargs is None:
+            kwargs = {name: self._resolve(one) for name, one in node.kwargs.items()} if like is None else {}
         name = self._name(node, kind)
         inputs = tuple(dict.fromkeys(refs([*args, *kwargs.values()])))
         results = (like or node).meta["val"]
@@ -301,6 +330,8 @@ class Builder:
     def _declare_result(self, name: str, value: Any, kind: str, inputs: tuple[str, ...]) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
+        if any(not isinstance(size, int) for size in value.shape):
+            raise CaptureError(f"the model cannot be captured: the shape of what {name} makes depends on values")
         differentiable = value.dtype.is_floating_point or value.dtype.is_complex
         wanted = any(self.tensors[one].requires_grad for one in inputs) and kind not in _NO_GRADIENT
         self.tensors[name] = Tensor(
@@ -352,13 +383,26 @@ def _drops(node: Node, kind: str) -> bool:
     return kind == "dropout" and bool(node.args[2]) and bool(node.args[1] != 0.0)
 
 
-def _functional(kind: str, overload_name: str) -> str:
-    """The op that makes a new tensor where an in-place op writes into one."""
-    known = getattr(torch.ops.aten, kind).overloads() if hasattr(torch.ops.aten, kind) else []
-    for name in (overload_name, "default"):
-        if name in known:
-            return f"aten.{kind}.{name}"
-    raise CaptureError(f"the model cannot be captured: {kind}_ has no form that makes a new tensor")
+def _functional(kind: str, arguments: Sequence[Any]) -> str:
+    """The op that makes a new tensor where another one writes into one: of the same arguments."""
+    wanted = [(one.name, _plain_type(one)) for one in arguments]
+    for packet in (kind, f"{kind}_functional"):
+        for name in getattr(torch.ops.aten, packet).overloads() if hasattr(torch.ops.aten, packet) else []:
+            schema = getattr(getattr(torch.ops.aten, packet), name)._schema
+            mutable = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+            if not mutable and [(one.name, _plain_type(one)) for one in schema.arguments] == wanted:
+                return f"aten.{packet}.{name}"
+    raise CaptureError(f"the model cannot be captured: there is no {kind} that makes a new tensor")
+
+
+def _plain_type(argument: Any) -> str:
+    """The type of an argument, whether it is written or not: Tensor(a!) is a Tensor."""
+    return re.sub(r"\(.*?\)", "", str(argument.type))
+
+
+def _shape_of(node: Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape), tuple(value.stride())
 
 
 def _first(node: Node) -> Node:

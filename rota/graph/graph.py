@@ -85,6 +85,8 @@ class Graph:
     """buffer -> the tensor that replaces its value after the step."""
     constants: Mapping[str, Any] = field(compare=False, repr=False)
     """The values of tensors that the model's code made while it was captured."""
+    batch: Any = field(default=None, repr=False)
+    """What the batch looks like, see batch.py."""
     notes: tuple[str, ...] = ()
     """What the user should know about how it was captured."""
 

@@ -44,7 +44,7 @@ def _created(op: Op, tensors: dict[str, Tensor]) -> Op:
     made = tensors[op.outputs[0] or ""]
     kwargs = {name: value for name, value in op.kwargs.items() if name != "dtype"}
     kind = _NEW[op.kind]
-    target = "aten.full.default" if kind == "full" else f"aten.{kind}.default"
+    target = f"aten.{kind}.{'memory_format' if kind == 'empty' else 'default'}"
     kwargs["dtype"] = getattr(torch, made.dtype)
     return replace(op, kind=kind, target=target, args=op.args[1:], kwargs=kwargs, inputs=())
 

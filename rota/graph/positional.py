@@ -99,7 +99,8 @@ def compute(
         return (numbers if op.kind == "randn" else numbers.clamp_(max=1 - torch.finfo(dtype).eps),)
 
     def bernoulli(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
-        chance = float(op.args[1]) if len(op.args) > 1 and isinstance(op.args[1], float) else values[0]
+        given = op.target.endswith((".p", ".float")) or "bernoulli_" in op.target
+        chance = float(case.argument("p")) if given else values[0]
         if place.plain:
             return (torch.bernoulli(values[0], chance) if isinstance(chance, float) else torch.bernoulli(chance),)
         numbers = uniform(_op_key(place.key, salt), sizes, moved(place), values[0].device).reshape(shape)

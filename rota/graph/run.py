@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rota.errors import InputError
+from rota.graph.batch import tensors_of
 from rota.graph.functional import overload
 from rota.graph.graph import Graph, Op
 
@@ -17,8 +17,7 @@ from rota.graph.graph import Graph, Op
 def run_graph(graph: Graph, state: Mapping[str, torch.Tensor], batch: Any) -> dict[str, torch.Tensor]:
     """The outputs of a graph. `state` has the parameters and buffers; buffers are updated in place."""
     values: dict[str, Any] = {**graph.constants, **state}
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    for name, leaf in zip(graph.inputs, leaves, strict=True):
+    for name, leaf in zip(graph.inputs, tensors_of(batch, graph.batch), strict=True):
         if tuple(leaf.shape) != graph.tensors[name].shape:
             raise InputError(
                 f"the graph was captured for a batch whose {name} has shape {graph.tensors[name].shape}, "

@@ -35,8 +35,10 @@ class Programs:
         """How many programs were compiled so far."""
 
     def of(self, batch: Any) -> Program:
-        """The program for a batch, in the mode (train or eval) that the model is in."""
-        key = (self._model.training, shape_of(batch))
+        """The program for a batch, in the modes (train or eval) that the model is in, and with what it trains now."""
+        modes = tuple(module.training for module in self._model.modules())
+        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        key = (modes, trained, shape_of(batch))
         if key not in self._known:
             self._known[key] = self._strategy(capture(self._model, batch, self._loss)).compile()
             self.compiled += 1

@@ -36,9 +36,16 @@ def check_fits(program: Program, memory_bytes: int) -> None:
     for device, peak in enumerate(peaks):
         if peak > memory_bytes:
             raise FitError(
-                f"device {device} needs {peak / 2**20:.1f} MiB and has {memory_bytes / 2**20:.1f} MiB; cut the model "
-                "further, use more micro-batches, or recompute"
+                f"device {device} needs {_amount(peak)} and has {_amount(memory_bytes)}; cut the model further, use "
+                "more micro-batches, or recompute"
             )
+
+
+def _amount(size_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes} bytes"
 
 
 def sequences_of(program: Program) -> list[list[int]]:

@@ -311,7 +311,7 @@ class _Builder:
 
     def _parameter_gradients(self) -> dict[str, dict[tuple[int, Box], tuple[Value, ...]]]:
         found: dict[str, dict[tuple[int, Box], tuple[Value, ...]]] = {}
-        for name, layout in self.wiring.stored.items():
+        for name, layout in self.wiring.stored.items() if self.plan.backward else ():
             tensor = self.plan.graph.tensors[name]
             if tensor.role is not Role.PARAMETER or not tensor.requires_grad:
                 continue

@@ -167,6 +167,13 @@ def _wished(
 
     for first, second in plan.order_edges:
         one, other = nodes_of(first), nodes_of(second)
+        for moment, found in ((first, one), (second, other)):
+            if not found:
+                raise CycleError(f"{moment.part} cannot be ordered: it has no {_pass(moment)} pass in this plan")
+        if (first.backward or second.backward) and any(node in other.values() for node in one.values()):
+            raise CycleError(
+                f"{first.part} and {second.part} are computed in one go; put them into groups of their own"
+            )
         if first.microbatch is None and second.microbatch is None:
             for m in one.keys() & other.keys():
                 yield one[m], other[m]
@@ -174,6 +181,10 @@ def _wished(
             for a in one.values():
                 for b in other.values():
                     yield a, b
+
+
+def _pass(moment: At) -> str:
+    return "backward" if moment.backward else "forward"
 
 
 def read(node: Node) -> Iterator[tuple[int, Value]]:

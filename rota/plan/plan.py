@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -64,8 +65,8 @@ class Plan:
         refined: Refined | None = None,
     ) -> None:
         """`backward=False` plans the forward pass alone, for validation; `refined` saves refining a graph twice."""
-        if devices < 1 or microbatches < 1:
-            raise InputError(f"a plan needs at least one device and one micro-batch, not {devices} and {microbatches}")
+        _check_count(devices, "the number of devices")
+        _check_count(microbatches, "the number of micro-batches")
         self.graph = graph
         self.devices = devices
         self.microbatches = microbatches
@@ -118,6 +119,9 @@ class Plan:
         dim, scale = self._cuttable(part, frame, dim)
         if (parts is None) == (widths is None):
             raise InputError(f"give either parts or widths to split {part}, not both or neither")
+        for count in [parts] if widths is None else widths:
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise InputError(f"parts and widths of {part} must be whole numbers, not {count!r}")
         start, stop = dict(part.ranges).get(dim, (0, frame.dims[dim].size))
         size = stop - start
         if widths is None:
@@ -135,16 +139,19 @@ class Plan:
     def replicate(self, target: Target, copies: int) -> list[Part]:
         """Run a part several times, on as many devices; its gradient counts once."""
         part = self._part(target)
-        return self._replace(part, [replace(part, replica=part.replica * copies + i) for i in range(copies)])
+        _check_count(copies, f"the number of copies of {part}")
+        taken = {one.replica for one in self._parts[part.op] if one.ranges == part.ranges and one is not part}
+        numbers = itertools.islice((i for i in itertools.count() if i not in taken), copies)
+        return self._replace(part, [replace(part, replica=number) for number in numbers])
 
-    def group(self, targets: Iterable[Target]) -> int:
+    def group(self, targets: Target | Iterable[Target]) -> int:
         """Compute these ops apart from others: a layer whose gradients are ready before those of earlier layers."""
         number = max(self.groups.values(), default=0) + 1
-        for target in targets:
+        for target in [targets] if isinstance(targets, Op | Part | str) else targets:
             self.groups[target.op if isinstance(target, Part) else self._known(target)] = number
         return number
 
-    def recompute(self, targets: Iterable[Target]) -> None:
+    def recompute(self, targets: Target | Iterable[Target]) -> None:
         """Do not keep what these ops make for the backward pass; compute it again from what they read."""
         self.recomputed.add(self.group(targets))
 
@@ -152,10 +159,10 @@ class Plan:
 
     def assign(self, target: Target | Iterable[Target], device: int) -> None:
         """Run a part, all parts of an op, or all of a list of them, on a device."""
-        if not 0 <= device < self.devices:
+        if not isinstance(device, int) or not 0 <= device < self.devices:
             raise PlacementError(f"there is no device {device}; the plan has 0 to {self.devices - 1}")
         if isinstance(target, Part):
-            if target not in self._parts[target.op]:
+            if target not in self._parts.get(target.op, ()):
                 raise PlacementError(f"{target} is not a part of the plan (any more); it was cut or never there")
             self._device[target] = device
         elif isinstance(target, Op | str):
@@ -169,6 +176,11 @@ class Plan:
         """Run one before the other, at every micro-batch unless `At` names one."""
         for one in self._moments(first):
             for other in self._moments(before):
+                for moment in (one, other):
+                    if moment.microbatch is not None and not 0 <= moment.microbatch < self.microbatches:
+                        raise InputError(
+                            f"there is no micro-batch {moment.microbatch}; the plan has 0 to {self.microbatches - 1}"
+                        )
                 self.order_edges.append((one, other))
 
     def store(self, parameter: str, layout: Layout | Mapping[int, Box], *, gather: Gather = "step") -> None:
@@ -180,6 +192,8 @@ class Plan:
         tensor = self.graph.tensors.get(self.graph.aliases.get(parameter, parameter))
         if tensor is None or tensor.role is not Role.PARAMETER:
             raise InputError(f"{parameter!r} is not a parameter of the model")
+        if gather not in ("step", "use"):
+            raise InputError(f"a parameter is gathered for a 'step' or for each 'use', not {gather!r}")
         if isinstance(layout, Mapping):
             layout = tuple(Piece(device=device, box=box) for device, box in layout.items())
         shape = self.refined.shape(tensor.name)
@@ -195,6 +209,11 @@ class Plan:
         """Phase 3: derive all communication, order everything, and check the result by replaying it."""
         from rota.plan.compile import compile_plan
 
+        if memory_bytes is not None:
+            _check_count(memory_bytes, "memory_bytes")
+        for moment in (moment for edge in self.order_edges for moment in edge):
+            if moment.part not in self._parts.get(moment.part.op, ()):
+                raise InputError(f"{moment.part}, which has an order, is not a part of the plan (any more)")
         return compile_plan(self, memory_bytes=memory_bytes, reference=reference)
 
     # ---- helpers ----
@@ -207,7 +226,7 @@ class Plan:
 
     def _part(self, target: Target) -> Part:
         if isinstance(target, Part):
-            if target not in self._parts[target.op]:
+            if target not in self._parts.get(target.op, ()):
                 raise CutError(f"{target} is not a part of the plan (any more); it was cut before")
             return target
         parts = self._parts[self._known(target)]
@@ -268,8 +287,10 @@ class Plan:
             return
         size = self.batch_size
         if size is None or size < self.microbatches:
+            shape = self.graph.tensors[self.graph.inputs[0]].shape if self.graph.inputs else ()
+            taken = f" (a view of the model takes its {shape[0]} apart)" if shape and size and shape[0] != size else ""
             raise InputError(
-                f"a batch of {size or 0} samples cannot be cut into {self.microbatches} micro-batches; use fewer"
+                f"a batch of {size or 0} samples{taken} cannot be cut into {self.microbatches} micro-batches; use fewer"
             )
 
     @property
@@ -286,3 +307,8 @@ class Plan:
         """Short."""
         cut = sum(1 for parts in self._parts.values() if len(parts) > 1)
         return f"<Plan of {len(self._parts)} ops ({cut} cut) on {self.devices} devices>"
+
+
+def _check_count(value: object, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{what} must be a whole number of at least 1, not {value!r}")

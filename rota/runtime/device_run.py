@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rota.errors import InputError
+from rota.graph.batch import tensors_of
 from rota.graph.part import Place
 from rota.graph.positional import step_key
 from rota.plan.box import Box
@@ -103,9 +103,8 @@ class DeviceRun:
 
     def begin(self, batch: Any, *, step: int) -> None:
         """Take the batch of a step."""
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         self._free = dict(self._graph.constants)
-        for name, leaf in zip(self._graph.inputs, leaves, strict=True):
+        for name, leaf in zip(self._graph.inputs, tensors_of(batch, self._graph.batch), strict=True):
             if tuple(leaf.shape) != self._graph.tensors[name].shape:
                 raise InputError(
                     f"the program was compiled for a batch whose {name} has shape {self._graph.tensors[name].shape}, "
@@ -212,10 +211,16 @@ class DeviceRun:
 
 
 def check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError if a parameter or buffer is missing."""
+    """Raise InputError if a parameter or buffer is missing, or not the one that was captured."""
     for name, layout in program.stored.items():
-        if name not in state:
+        if not isinstance(state, Mapping) or name not in state:
             raise InputError(f"the state has no {name}, which the program keeps on device {layout[0].device}")
+        tensor, given = program.refined.graph.tensors[name], state[name]
+        if tuple(given.shape) != tensor.shape or str(given.dtype) != f"torch.{tensor.dtype}":
+            raise InputError(
+                f"the state's {name} is {given.dtype} {list(given.shape)}, and the program was compiled for "
+                f"torch.{tensor.dtype} {list(tensor.shape)}"
+            )
 
 
 def total(parts: list[torch.Tensor]) -> torch.Tensor | None:

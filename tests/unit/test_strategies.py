@@ -103,7 +103,7 @@ def test_what_cannot_be_shared_is_refused(specimen, refused):
     assert sentence == "a batch of 7 samples cannot be shared by 8 devices; use fewer devices"
     sentence = refused(find("data"), specimen[2], 4, 2)
     assert "7 samples in 2 micro-batches cannot be shared by 4 devices" in sentence
-    assert "at least one device" in refused(find("data"), specimen[2], 0, 1)
+    assert "at least 1" in refused(find("data"), specimen[2], 0, 1)
     assert "8 micro-batches" in refused(find("single"), specimen[2], 1, 8)
 
 
