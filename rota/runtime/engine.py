@@ -106,6 +106,10 @@ class Engine:
 
     def train(self, batch: Any, *, step: int = 0, max_norm: float | None = None) -> dict[str, torch.Tensor]:
         """One step of training; the metrics that ended up on this device."""
+        # Gradients are dropped now and not after the last step: memory that goes back to the system comes back slowly.
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        self.device.clear()
         self.execute(batch, step=step)
         outputs = self.outputs()
         self.device.hand_over_gradients()
@@ -115,8 +119,6 @@ class Engine:
             self.device.clip(squares.sqrt(), max_norm)
         if self._optimizer is not None:
             self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-        self.device.clear()
         return outputs
 
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:

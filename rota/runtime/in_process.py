@@ -77,6 +77,10 @@ class InProcess:
 
     def train(self, batch: Any, *, step: int = 0, max_norm: float | None = None) -> dict[str, torch.Tensor]:
         """One step of training; `optimize` has said how."""
+        # Gradients are dropped now and not after the last step: memory that goes back to the system comes back slowly.
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.clear()
         self.execute(batch, step=step)
         outputs = self._outputs()
         for run in self._devices:
@@ -87,8 +91,6 @@ class InProcess:
                 run.clip(norm, max_norm)
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.clear()
         return outputs
 
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:
