@@ -1,6 +1,6 @@
 """Random plans of random graphs, and of the zoo, train as one device does: loss, gradients and weights, in float64.
 
-ROTA_PLAN_CASES says how many plans are tried. A failure names the seeds; ``check_random(graph, plan)`` repeats it.
+ROTA_PLAN_CASES says how many plans are tried, ROTA_PLAN_SHARD=0/2 which part of them. A failure names the seeds; ``check_random(graph, plan)`` repeats it.
 """
 
 import functools
@@ -23,6 +23,7 @@ from rota.testing import zoo
 from rota.testing.plans import in_double, random_plan, single_plan
 
 CASES = int(os.environ.get("ROTA_PLAN_CASES", "520"))
+SHARD, SHARDS = (int(number) for number in os.environ.get("ROTA_PLAN_SHARD", "0/1").split("/"))
 PLANS_PER_GRAPH = 12
 ZOO_PLANS = max(1, CASES // 360)
 """Of each model; one takes as long as ten of the random graphs."""
@@ -322,7 +323,7 @@ def check_random(graph_seed, plan_seed=None):
         assert_same(found, expected[max_norm], where, refined)
 
 
-@pytest.mark.parametrize("seed", range(GRAPHS))
+@pytest.mark.parametrize("seed", range(SHARD, GRAPHS, SHARDS))
 def test_a_random_plan_of_a_random_graph_trains_as_one_device_does(seed):
     check_random(seed)
 
@@ -374,7 +375,7 @@ def make_specimen(name):
     return graph, refined, state, batch, Trained(one, state, batch, max_norm=1.0)
 
 
-@pytest.mark.parametrize("seed", range(ZOO_PLANS))
+@pytest.mark.parametrize("seed", range(SHARD, max(ZOO_PLANS, SHARD + 1), SHARDS))
 @pytest.mark.parametrize("name", zoo.names())
 def test_a_random_plan_of_the_zoo_trains_as_one_device_does(name, seed):
     graph, refined, state, batch, expected = make_specimen(name)
