@@ -46,15 +46,10 @@ def draft_segments(wiring: Wiring) -> list[Draft]:
         for i, name in enumerate(occurrences(site.op)):
             if site.reads[i] is None or name not in wiring.makers:
                 continue
-            tie = wiring.ties[(site.index, i)]
-            for maker, _ in wiring.makers[name]:
-                if tie.direct:
-                    if maker.device != site.device or maker.context != site.context:
-                        continue
-                    same = of_site[maker.index].key[:4] == kind
-                    level = max(level, depth[maker.index] + (0 if same else 1))
-                elif maker.context in (site.context, ONCE) or tie.forward is None or tie.forward.crossing:
-                    level = max(level, depth[maker.index] + 1)
+            direct = wiring.ties[(site.index, i)].direct
+            for maker in _makers(wiring, site, i, name):
+                same = direct and of_site[maker.index].key[:4] == kind
+                level = max(level, depth[maker.index] + (0 if same else 1))
         for other in before.get(site.index, ()):
             level = max(level, depth[other] + 1)
         depth[site.index] = level
@@ -64,6 +59,22 @@ def draft_segments(wiring: Wiring) -> list[Draft]:
         of_site[site.index] = group
     grown = sorted(groups.values(), key=lambda group: (group.key[4], group.sites[0].index))
     return [_build(wiring, index, group, of_site) for index, group in enumerate(grown)]
+
+
+def _makers(wiring: Wiring, site: Site, read: int, name: str) -> list[Site]:
+    """The sites that must be done before a site can read a tensor."""
+    tie, box = wiring.ties[(site.index, read)], site.reads[read]
+    assert box is not None
+    makers = [(maker, maker.makes[output]) for maker, output in wiring.makers[name]]
+    if tie.direct:
+        return [
+            maker
+            for maker, made in makers
+            if maker.device == site.device and maker.context == site.context and made == box
+        ]
+    # What is exchanged may wait for all of its group, in either pass: nothing of it may be in one segment.
+    everywhere = tie.forward is None or tie.forward.crossing
+    return [maker for maker, _ in makers if everywhere or maker.context in (site.context, ONCE)]
 
 
 def _order_edges(wiring: Wiring) -> dict[int, list[int]]:
@@ -91,8 +102,9 @@ def _site_order(wiring: Wiring) -> list[Site]:
     waiting = dict.fromkeys(range(len(wiring.sites)), 0)
     for site in wiring.sites:
         needed = set(before.get(site.index, ()))
-        for name in occurrences(site.op):
-            needed |= {maker.index for maker, _ in wiring.makers.get(name, ())}
+        for i, name in enumerate(occurrences(site.op)):
+            if site.reads[i] is not None and name in wiring.makers:
+                needed |= {maker.index for maker in _makers(wiring, site, i, name)}
         for other in needed:
             follows.setdefault(other, []).append(site.index)
         waiting[site.index] = len(needed)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rota.errors import CutError
+from rota.graph.batch import Leaf
 from rota.graph.graph import Graph, Op, Tensor
 from rota.graph.refine import Dim, Refined
 from rota.plan.box import Box, even_widths
@@ -120,7 +121,16 @@ def in_double(graph: Graph) -> Graph:
         constants={
             name: value.double() if value.dtype == torch.float32 else value for name, value in graph.constants.items()
         },
+        batch=_skeleton_in_double(graph.batch),
     )
+
+
+def _skeleton_in_double(skeleton: Any) -> Any:
+    if isinstance(skeleton, Leaf):
+        return replace(skeleton, dtype=_double_name(skeleton.dtype))
+    if isinstance(skeleton, tuple):
+        return tuple(_skeleton_in_double(one) for one in skeleton)
+    return skeleton
 
 
 def cuttable(plan: Plan, target: Op | Part, families: frozenset[int] | set[int] | None = None) -> list[Dim]:

@@ -58,7 +58,7 @@ for family in families:
             engine.train(batch, step=step, max_norm=0.5)
         mine = {(name, piece): one for name, piece, one in alone.parameters() if piece.device == rank}
         worst[f"{family}: {name}"] = max(
-            (float((mine[(name, piece)] - one).detach().abs().max()) for name, piece, one in engine.device.parameters()),
+            (float((mine[(n, piece)] - one).detach().abs().max()) for n, piece, one in engine.device.parameters()),
             default=0.0,
         )
 comm.disconnect()

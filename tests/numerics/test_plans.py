@@ -1,6 +1,7 @@
 """Random plans of random graphs, and of the zoo, train as one device does: loss, gradients and weights, in float64.
 
-ROTA_PLAN_CASES says how many plans are tried, ROTA_PLAN_SHARD=0/2 which part of them. A failure names the seeds; ``check_random(graph, plan)`` repeats it.
+ROTA_PLAN_CASES says how many plans are tried, ROTA_PLAN_SHARD=0/2 which part of them. A failure names the seeds;
+``check_random(graph, plan)`` repeats it.
 """
 
 import functools

@@ -186,5 +186,6 @@ def test_a_checkpoint_is_written_even_if_no_thread_can_be_started(folder, monkey
     writer.submit({"step": 1, "w": torch.ones(2)}, step=1)
     writer.wait()
     writer.submit({"step": 2, "w": torch.ones(2)}, step=2)
-    assert writer.last is not None and writer.last.error is None
+    assert writer.last is not None
+    assert writer.last.error is None
     assert latest(folder)["step"] == 2
