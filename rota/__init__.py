@@ -10,6 +10,7 @@ from rota.sweep import Sweep, grid
 from rota.task import Data, Task
 
 if TYPE_CHECKING:
+    from rota import strategies
     from rota.graph.capture import capture
     from rota.graph.rules import register_rule
     from rota.plan.plan import Plan
@@ -33,9 +34,16 @@ __all__ = [
     "open_run",
     "register_rule",
     "run",
+    "strategies",
 ]
 
-_NEEDS_TORCH = {"capture": "rota.graph.capture", "Plan": "rota.plan.plan", "register_rule": "rota.graph.rules"}
+_NEEDS_TORCH = {
+    "Plan": "rota.plan.plan",
+    "capture": "rota.graph.capture",
+    "register_rule": "rota.graph.rules",
+    "strategies": "rota.strategies",
+    "testing": "rota.testing",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -44,4 +52,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rota' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    module = importlib.import_module(_NEEDS_TORCH[name])
+    return module if name in ("strategies", "testing") else getattr(module, name)

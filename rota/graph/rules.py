@@ -102,7 +102,13 @@ _RULES: dict[str, Rule] = {}
 
 def register_rule(target: str, notation: str) -> None:
     """Tell how a custom op may be cut, in one line: ``register_rule("mylib::swish", "* n, n -> * n")``."""
-    _RULES[target.replace("::", ".")] = Rule(signature=_noted(notation))
+    if not isinstance(target, str) or not isinstance(notation, str):
+        raise RuleError(f"a rule is the name of an op and a line of notation, not {target!r} and {notation!r}")
+    rule = Rule(signature=_noted(notation))
+    namespace, _, name = target.partition("::")
+    if not name or not hasattr(getattr(torch.ops, namespace), name.partition(".")[0]):
+        raise RuleError(f"there is no op {target!r}; register it first, and name it as torch does: 'mylib::swish'")
+    _RULES[name if namespace == "aten" else f"{namespace}.{name}"] = rule
 
 
 def rule_of(op: Op) -> Rule | None:

@@ -116,6 +116,7 @@ class Plan:
         """Cut an op, or a part of one, along a dim: evenly into `parts`, or into these widths."""
         part = self._part(target)
         frame = self.refined.frames[part.op]
+        asked = dim
         dim, scale = self._cuttable(part, frame, dim)
         if (parts is None) == (widths is None):
             raise InputError(f"give either parts or widths to split {part}, not both or neither")
@@ -128,12 +129,16 @@ class Plan:
             assert parts is not None
             if not 1 <= parts <= size:
                 raise CutError(f"{part} cannot be cut into {parts} along {dim}, which has {size} left")
+            if scale > 1 and size % parts:
+                raise CutError(f"{part} cannot be cut evenly into {parts} along {asked}: {_factors(frame, asked)}")
             widths = even_widths(size, parts)
         else:
             widths = [width // scale if width % scale == 0 else -1 for width in widths]
             if any(width < 1 for width in widths) or sum(widths) != size:
-                inside = f", each a multiple of {scale}" if scale > 1 else ""
-                raise CutError(f"the widths along {dim} of {part} must be at least 1 and add up to {size}{inside}")
+                inside = f", each a multiple of {scale}: {_factors(frame, asked)}" if scale > 1 else ""
+                raise CutError(
+                    f"the widths along {asked} of {part} must be at least 1 and add up to {size * scale}{inside}"
+                )
         return self._replace(part, self._cut(part, frame.dims[dim], start, widths))
 
     def replicate(self, target: Target, copies: int) -> list[Part]:
@@ -307,6 +312,12 @@ class Plan:
         """Short."""
         cut = sum(1 for parts in self._parts.values() if len(parts) > 1)
         return f"<Plan of {len(self._parts)} ops ({cut} cut) on {self.devices} devices>"
+
+
+def _factors(frame: Frame, name: str) -> str:
+    """What a dim that views take apart is made of."""
+    factors = [f"{one} ({dim.size})" for one, dim in frame.dims.items() if one.startswith(f"{name}.")]
+    return f"the model's views take it apart into {' x '.join(factors)}; cut one of these"
 
 
 def _check_count(value: object, what: str) -> None:

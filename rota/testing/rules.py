@@ -13,7 +13,7 @@ from rota.errors import RuleError
 from rota.graph.graph import Graph, Op, Ref, Role, Tensor
 from rota.graph.part import PartCompute, Place, compute_part, makes_of, reads_of
 from rota.graph.refine import Dim, Refined, local_shape, refine
-from rota.graph.rules import occurrences
+from rota.graph.rules import occurrences, rule_of
 from rota.plan.box import Box, Range, even_widths
 
 _PLACE = Place(key=20_220_707)
@@ -36,9 +36,11 @@ def check_rule(
     `op` is an overload, such as ``torch.ops.mylib.swish.default``, and the arguments are tensors, lists of tensors and
     plain values. Each dim is cut evenly into each number of `parts` and unevenly, and each two dims together. What the
     parts make and the gradients of all inputs must be those of the whole op; everything is computed in float64.
-    Raises RuleError if they are not. An op without a rule has no dims that can be cut.
+    Raises RuleError if they are not, or if the op has no rule.
     """
     graph, values = _graph_of(_overload(op), args, kwargs)
+    if rule_of(graph.ops[0]) is None:
+        raise RuleError(f"{graph.ops[0].target} has no rule, so nothing was tried; see rota.register_rule")
     return check_op(refine(graph), graph.ops[0].name, values, parts=parts, tolerance=tolerance)
 
 

@@ -618,7 +618,8 @@ def rule_for():
 
 
 def test_a_custom_op_is_cut_by_a_rule_of_one_line(rule_for):
-    assert check_rule(scaled, floats(2, 3, 4), floats(4)) == []
+    with pytest.raises(RuleError, match="has no rule"):
+        check_rule(scaled, floats(2, 3, 4), floats(4))
     rule_for("testlib::scaled", "* n, n -> * n")
     rule_for("testlib::halves", "b n^ -> b n^, b")
     assert check_rule(halves, floats(3, 4)) == ["b"]
@@ -682,6 +683,18 @@ def test_what_is_not_an_op_is_refused(refused):
     assert "is not an op" in refused(check_rule, torch.relu, floats(3), error=RuleError)
 
 
-def test_an_op_without_a_rule_has_nothing_to_cut():
-    assert check_rule(aten.angle.default, floats(3, 4)) == []
+def test_an_op_without_a_rule_is_told():
+    with pytest.raises(RuleError, match="has no rule"):
+        check_rule(aten.angle.default, floats(3, 4))
     assert rota.testing.check_rule is check_rule
+
+
+@pytest.mark.parametrize("target", ["nope", "", "mylib::nope", "testlib::scaled::x", None, 3])
+def test_a_rule_for_an_op_that_is_not_there_is_refused(target):
+    with pytest.raises(RuleError, match="op"):
+        rules.register_rule(target, "* -> *")
+
+
+def test_a_rule_of_pytorchs_own_op_can_be_replaced(rule_for):
+    rule_for("aten::angle", "* -> *")
+    assert check_rule(aten.angle.default, floats(3, 4)) == ["d0", "d1"]
