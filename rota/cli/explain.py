@@ -50,6 +50,8 @@ def explain(
     memory_bytes = None if memory is None else parse_bytes(memory)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise InputError(f"there is no folder {trace.parent} to write the trace to; create it first")
+    if trace is not None and trace.exists() and not trace.is_file():
+        raise InputError(f"{trace} is not a file that a trace can be written to; give the name of one")
     task = _pick(load_source(file).sweep, task_name)
     # Only from here on is torch needed; the other commands stay quick.
     from rota.plan.explain import lines_of

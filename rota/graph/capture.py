@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export.graph_signature import InputKind
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from rota.errors import CaptureError
 from rota.graph.batch import skeleton_of
-from rota.graph.functional import Builder
+from rota.graph.functional import Builder, module_of
 from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
 
@@ -31,11 +32,12 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     The model may be on the meta device: nothing is computed. A model whose code branches on values in train mode is
     captured in eval mode, with its dropout turned on afterwards; `Graph.notes` says so.
     """
+    _check_hooks(model)
     try:
         return _build(_export(model, batch, loss), model, batch, notes=())
     except CaptureError:
-        if not model.training:
-            raise
+        if not model.training or any(map(_has_statistics, model.modules())):
+            raise  # in eval mode a norm would use other statistics
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -43,7 +45,7 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    _train_dropout(exported)
+    _train_dropout(exported, {name for name, module in model.named_modules() if modes[module]})
     note = (
         "the model branches on values in train mode, so it was captured in eval mode with its dropout turned on; "
         "layer drop and dropout inside of attention are left out"
@@ -76,7 +78,7 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
     step = _Step(model, loss)
     step.training = model.training
     try:
-        with _quietly():
+        with _quietly(), _refusing_own_gradients():
             return torch.export.export(step, (batch,), strict=False)
     except Exception as error:  # whatever the model's code or torch.export raises
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -98,11 +100,42 @@ def _quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def _train_dropout(exported: torch.export.ExportedProgram) -> None:
+def _check_hooks(model: torch.nn.Module) -> None:
+    """What changes gradients behind the back of the graph cannot be captured."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(f"the model cannot be captured: {name or 'it'} has a backward hook")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"the model cannot be captured: {name} has a hook on its gradient")
+
+
+def _has_statistics(module: torch.nn.Module) -> bool:
+    return module.training and getattr(module, "running_mean", None) is not None
+
+
+@contextlib.contextmanager
+def _refusing_own_gradients() -> Iterator[None]:
+    """The graph has no place for a gradient that is not PyTorch's own: better no capture than wrong gradients."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(f"it uses {cls.__name__}, a torch.autograd.Function with its own backward")
+
+    def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise CaptureError("it registers a hook on the gradient of a tensor")
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+        mock.patch.object(torch.Tensor, "register_hook", refuse_hook),
+    ):
+        yield
+
+
+def _train_dropout(exported: torch.export.ExportedProgram, trained: set[str]) -> None:
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                if node.target == torch.ops.aten.dropout.default:
+                if node.target == torch.ops.aten.dropout.default and module_of(node) in trained:
                     node.args = (node.args[0], node.args[1], True)
 
 

@@ -16,7 +16,7 @@ from rota.graph.graph import Op, Ref, Role, Tensor, refs
 
 # They check or copy what cannot change.
 _DROPPED = {"_assert_tensor_metadata", "sym_constrain_range_for_size", "_assert_scalar"}
-_SAME = {"lift_fresh_copy", "lift_fresh", "detach_", "alias"}
+_SAME = {"lift_fresh_copy", "lift_fresh", "alias"}
 
 # Views through which a tensor may be written: the op that puts the written part back.
 _SCATTERS = {"slice": "aten.slice_scatter.default", "select": "aten.select_scatter.default"}
@@ -56,7 +56,7 @@ class Builder:
         self._written: dict[str, str] = {}
         self._sources: dict[Node, Tensor] = {}
         self._names: dict[str, int] = {}
-        self._mode = _Mode()
+        self._mode = _Mode(autocast=_autocast_now())
 
     def declare(self, node: Node, tensor: Tensor) -> None:
         """A placeholder stands for this tensor; tied parameters have one tensor and several placeholders."""
@@ -186,7 +186,8 @@ class Builder:
     def _write(self, node: Node, target: torch._ops.OpOverload, kind: str) -> None:
         """An in-place op becomes one that makes a new tensor, which stands for the old one from here on."""
         written = node.args[0]
-        assert isinstance(written, Node)
+        if not isinstance(written, Node):
+            raise CaptureError(f"the model cannot be captured: {target} writes into several tensors at once")
         if kind == "copy_":
             new = self._copied(node)
         else:
@@ -299,7 +300,7 @@ class Builder:
         return tuple(values) if several else values[0]
 
     def _name(self, node: Node, kind: str) -> str:
-        module = _module_of(node)
+        module = module_of(node)
         return self._unique(f"{module}.{kind}" if module else kind)
 
     def _append(
@@ -321,7 +322,7 @@ class Builder:
                 kwargs=kwargs,
                 inputs=tuple(dict.fromkeys(refs([*args, *kwargs.values()]))),
                 outputs=outputs,
-                module=_module_of(node),
+                module=module_of(node),
                 with_grad=self._mode.with_grad,
                 autocast=self._mode.autocast,
             )
@@ -345,7 +346,10 @@ class Builder:
 
     def _resolve(self, argument: Any) -> Any:
         if isinstance(argument, Node):
-            return self.value(argument)
+            value = self.value(argument)
+            if value is None:
+                raise CaptureError("the model cannot be captured: a number is computed from values, as by .item()")
+            return value
         if isinstance(argument, list | tuple):
             return type(argument)(self._resolve(item) for item in argument)
         if isinstance(argument, slice):
@@ -356,6 +360,11 @@ class Builder:
         count = self._names.get(name, 0)
         self._names[name] = count + 1
         return name if count == 0 else f"{name}_{count}"
+
+
+def _autocast_now() -> str:
+    """The type of the torch.autocast that surrounds the capture, if any."""
+    return str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if torch.is_autocast_enabled("cpu") else ""
 
 
 def _base_of(node: Node) -> Node | None:
@@ -411,7 +420,7 @@ def _first(node: Node) -> Node:
     return first
 
 
-def _module_of(node: Node) -> str:
+def module_of(node: Node) -> str:
     """The path of the innermost module that the op belongs to."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""

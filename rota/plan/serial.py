@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from rota.errors import InputError
+from rota.errors import InputError, RotaError
 from rota.graph.graph import Graph
 from rota.graph.refine import Refined, refine
 from rota.plan.box import WHOLE_VALUE, Box
+from rota.plan.check import check
 from rota.plan.layout import Kind, Layout, Piece, Step
 from rota.plan.microbatches import microbatches_of
 from rota.plan.plan import Plan
@@ -54,7 +55,12 @@ def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Progra
         raise InputError(f"the program is in format {version} and this rota reads {_VERSION}; compile it again")
     if of_graph != digest(graph):
         raise InputError("the program belongs to another graph; compile the plan again for this one")
-    return _Reader(data).program(refine(graph) if refined is None else refined)
+    try:
+        program = _Reader(data).program(refine(graph) if refined is None else refined)
+        check(program)
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RotaError) as error:
+        raise InputError(f"the program was altered or damaged ({error}); compile the plan again") from error
+    return program
 
 
 class _Writer:

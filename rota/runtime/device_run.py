@@ -210,8 +210,11 @@ class DeviceRun:
             self._summed.add(value)
 
 
-def check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError if a parameter or buffer is missing, or not the one that was captured."""
+def check_state(program: Program, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The state under the names of the graph; InputError if something is missing, or not what was captured."""
+    if isinstance(state, Mapping):  # tied parameters may come under any of their names
+        others = {name: state[alias] for alias, name in program.refined.graph.aliases.items() if alias in state}
+        state = {**others, **state}
     for name, layout in program.stored.items():
         if not isinstance(state, Mapping) or name not in state:
             raise InputError(f"the state has no {name}, which the program keeps on device {layout[0].device}")
@@ -221,6 +224,7 @@ def check_state(program: Program, state: Mapping[str, torch.Tensor]) -> None:
                 f"the state's {name} is {given.dtype} {list(given.shape)}, and the program was compiled for "
                 f"torch.{tensor.dtype} {list(tensor.shape)}"
             )
+    return state
 
 
 def total(parts: list[torch.Tensor]) -> torch.Tensor | None:

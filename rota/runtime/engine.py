@@ -67,7 +67,7 @@ class Engine:
         self._next_receive = 0
         self._pending: dict[Value, tuple[comm.Pending, Callable[[], None]]] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        check_state(program, state)
+        state = check_state(program, state)
         for name in program.stored:
             self.device.load(name, state[name].detach())
 

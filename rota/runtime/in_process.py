@@ -47,7 +47,7 @@ class InProcess:
         self._devices = [
             DeviceRun(program, device, seed=seed, plain_random=plain_random) for device in range(program.devices)
         ]
-        check_state(program, state)
+        state = check_state(program, state)
         for name in program.stored:
             whole = state[name].detach()
             for run in self._devices:

@@ -10,6 +10,7 @@ from typing import Literal
 from rota.errors import InputError
 from rota.graph.cost import work_of
 from rota.graph.graph import Op
+from rota.plan.microbatches import Mode, microbatches_of
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
@@ -29,6 +30,10 @@ class Pipeline(Recipe):
 
     def begin(self, plan: Plan, degree: int) -> _Stages:
         """Refused if there are fewer ops than stages."""
+        if not isinstance(self.chunks, int) or self.chunks < 1:
+            raise InputError(f"a device needs at least one stage, not {self.chunks!r}")
+        if self.seconds is not None and len(self.seconds) != len(plan.graph.ops):
+            raise InputError(f"seconds has {len(self.seconds)} numbers, and the graph {len(plan.graph.ops)} ops")
         if self.order not in ("1f1b", "gpipe", "interleaved"):
             raise InputError(f"a pipeline has the orders 1f1b, gpipe and interleaved, not {self.order!r}")
         return _Stages(plan, degree, self)
@@ -53,7 +58,7 @@ class _Stages:
     def finish(self, mesh: Mesh) -> None:
         """Let no device run further ahead than the order says."""
         plan, count = self._plan, self._plan.microbatches
-        if count == 1 or self._recipe.order == "interleaved":
+        if count == 1 or self._recipe.order == "interleaved" or _meets(plan):
             return
         for stage in range(self.stages):
             ahead = count if self._recipe.order == "gpipe" else min(count, self.stages - stage)
@@ -75,6 +80,17 @@ class _Stages:
             if self.stage_of[op.name] == stage and op.name not in self._copied and op.with_grad and trained:
                 return op
         return None
+
+
+def _meets(plan: Plan) -> bool:
+    """Whether an op in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
+    micro = microbatches_of(plan)
+    once = {op.name for op in plan.graph.ops if micro.running[op.name].mode is Mode.ONCE}
+    late = {name for op in plan.graph.ops if op.name in once for name in op.outputs if name is not None}
+    return any(
+        op.name not in once and any(name in late and plan.graph.tensors[name].requires_grad for name in op.inputs)
+        for op in plan.graph.ops
+    )
 
 
 def stages_by_cost(plan: Plan, stages: int, seconds: tuple[float, ...] | None = None) -> dict[str, int]:

@@ -347,3 +347,86 @@ def test_spectral_norm_is_captured():
     batch = torch.randn(4, 8, dtype=torch.float64)
     graph = capture(model, batch, power_loss)
     assert_same(captured(graph, model, batch), eager(twin, batch, power_loss), equal=nearly)
+
+
+class Negated(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        return -gradient
+
+
+def hooked(h, x):
+    h.register_hook(lambda gradient: gradient * 2)
+
+
+OWN_GRADIENTS = {
+    "a Function": lambda h, x: Negated.apply(h),
+    "a hook": hooked,
+    "a reentrant checkpoint": lambda h, x: torch.utils.checkpoint.checkpoint(torch.relu, h, use_reentrant=True),
+    "several at once": lambda h, x: torch._foreach_mul_([h.detach().clone(), x.clone()], 2.0),
+    "a number from values": lambda h, x: h.mul_(h.mean().item()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_GRADIENTS)
+def test_what_a_graph_cannot_say_is_refused(name):
+    with pytest.raises(CaptureError):
+        capture(WritesInto(OWN_GRADIENTS[name]), torch.randn(8, 8), power_loss)
+    assert Negated.apply(torch.ones(1)) == 1.0  # nothing is left behind
+
+
+def test_hooks_of_modules_and_parameters_are_refused():
+    model = nn.Linear(8, 8)
+    handle = model.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(CaptureError, match="weight"):
+        capture(model, torch.randn(4, 8), power_loss)
+    handle.remove()
+    model.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(CaptureError, match="hook"):
+        capture(model, torch.randn(4, 8), power_loss)
+
+
+def test_eval_mode_is_no_way_out_for_a_norm_with_statistics():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+    with pytest.raises(CaptureError):
+        capture(model, torch.randn(6, 8), power_loss)
+
+
+def test_a_dropout_that_the_user_turned_off_stays_off():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.on, self.off = nn.Linear(8, 8), nn.Dropout(0.5), nn.Dropout(0.5)
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            if self.training and hidden.mean() > 1e9:
+                hidden = hidden * 2
+            return self.off(self.on(hidden))
+
+    model = Branches()
+    model.off.eval()
+    graph = capture(model, torch.randn(4, 8), power_loss)
+    assert [op.module for op in graph.find(kind="dropout")] == ["on"]
+    assert graph.notes
+
+
+def test_detach_in_place_detaches():
+    model = WritesInto(lambda h, x: h.detach_())
+    graph = capture(model, torch.randn(4, 8), lambda model, x: model(x).sum() + model.linear.bias.sum())
+    assert "detach" in {op.kind for op in graph.ops}
+
+
+def test_an_autocast_around_the_capture_is_part_of_the_graph():
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = capture(model, batch, power_loss)
+        expected = eager(twin, batch, power_loss)
+    assert_same(captured(graph, model, batch), expected)

@@ -1,5 +1,7 @@
 """Programs are written and read without a loss, and are there for every shape of batch."""
 
+import json
+
 import pytest
 import torch
 
@@ -86,3 +88,33 @@ def test_old_programs_are_forgotten():
         programs.of(batch)
     programs.of(batches[0])
     assert programs.compiled == 4
+
+
+def test_an_altered_program_is_refused():
+    specimen = zoo.make("mixture", batch=8)
+    graph = capture(specimen.model, specimen.batch, specimen.loss)
+    text = data_plan(graph, microbatches=2).compile().to_json()
+    data = json.loads(text)
+    for change in (
+        {"microbatches": 3},
+        {"nodes": data["nodes"][:-1]},
+        {"frees": data["frees"][::-1]},
+        {"boxes": data["boxes"][::-1]},
+        {"values": []},
+        {"segments": None},
+    ):
+        with pytest.raises(InputError, match="altered"):
+            from_json(json.dumps({**data, **change}), graph)
+
+
+def test_a_cached_program_is_not_used_after_a_module_changed_its_mode():
+    specimen = zoo.make("gpt", batch=4)
+    programs = Programs(specimen.model, specimen.loss, data_plan)
+    first = programs.of(specimen.batch)
+    specimen.model.blocks[0].eval()
+    assert programs.of(specimen.batch) is not first
+    specimen.model.blocks[0].train()
+    specimen.model.positions.weight.requires_grad_(False)
+    frozen = programs.of(specimen.batch)
+    assert frozen is not first
+    assert "positions.weight" not in frozen.gradients

@@ -117,3 +117,19 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones(refused):
 def test_a_name_is_registered_once():
     with pytest.raises(InputError, match="already a strategy named 'data'"):
         register("data")(lambda graph, devices, microbatches: None)
+
+
+def test_a_pipeline_of_a_model_with_batch_norm_and_micro_batches_compiles():
+    made = zoo.make("resnet", batch=8)
+    graph = capture(made.model, made.batch, made.loss)
+    program = find("pipeline")(graph, 2, 4).compile()
+    assert {node.step.kind for node in program.nodes if node.step} <= {Kind.SEND, Kind.LOCAL}
+
+
+def test_tied_parameters_come_under_any_of_their_names():
+    made = zoo.make("gpt", batch=4)
+    graph = capture(made.model, made.batch, made.loss)
+    state = {**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}
+    state["head.weight"] = state.pop("tokens.weight")
+    outcome = InProcess(find("single")(graph, 1, 1).compile(), state).run(made.batch)
+    assert torch.isfinite(outcome.outputs["loss"])
