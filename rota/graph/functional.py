@@ -188,6 +188,9 @@ class Builder:
         written = node.args[0]
         if not isinstance(written, Node):
             raise CaptureError(f"the model cannot be captured: {target} writes into several tensors at once")
+        if kind == "detach_" and not self.tensors[self.value(written).name].requires_grad:
+            self._alias(node, written)  # as for every tensor that the model's code makes of numbers
+            return
         if kind == "copy_":
             new = self._copied(node)
         else:
