@@ -24,20 +24,21 @@ COUNTS = (8, 16, 32, 64)
 
 
 def main() -> None:
-    """Compile once at full size, and at four doubling sizes each way."""
+    """Compile once at full size, and at four doubling sizes each way (only the smallest and the largest if quick)."""
     chosen = harness.options(__doc__)
     torch.set_num_threads(1)
     graphs: dict[int, Graph] = {}
     capture_s: dict[int, float] = {}
-    for layers in SIZES:
+    sizes, counts = (SIZES, COUNTS) if not chosen.quick else ((SIZES[0], LAYERS), (COUNTS[0], MICROBATCHES))
+    for layers in sizes:
         started_s = time.perf_counter()
         graphs[layers] = _capture(layers)
         capture_s[layers] = time.perf_counter() - started_s
     compile_s, program = _timed(graphs[LAYERS], MICROBATCHES)
     nodes = len(program.nodes)
     del program
-    by_layers = {layers: _timed(graphs[layers], MICROBATCHES)[0] for layers in SIZES[:-1]} | {LAYERS: compile_s}
-    by_count = {count: _timed(graphs[LAYERS], count)[0] for count in COUNTS[:-1]} | {MICROBATCHES: compile_s}
+    by_layers = {layers: _timed(graphs[layers], MICROBATCHES)[0] for layers in sizes[:-1]} | {LAYERS: compile_s}
+    by_count = {count: _timed(graphs[LAYERS], count)[0] for count in counts[:-1]} | {MICROBATCHES: compile_s}
     figures = {
         "compile_s": compile_s,
         "growth_layers": _growth(by_layers),
