@@ -50,6 +50,10 @@ class Frame:
     makes: tuple[tuple[str, ...] | None, ...]
     once: frozenset[int]
 
+    def can_cut(self, dim: Dim) -> bool:
+        """Whether the op can be cut along a dim: it is summed over, or all outputs have it."""
+        return not dim.fixed and (dim.reduced or all(names is None or dim.name in names for names in self.makes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refined:

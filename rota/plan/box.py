@@ -154,6 +154,12 @@ def even_widths(size: int, parts: int) -> tuple[int, ...]:
     return tuple(whole + (1 if i < rest else 0) for i in range(parts))
 
 
+def hull(boxes: Iterable[Box]) -> Box:
+    """The smallest box that has the ranges of all of them, with the whole value."""
+    ranges = zip(*(box.ranges for box in boxes), strict=True)
+    return Box(ranges=tuple((min(a for a, _ in one), max(b for _, b in one)) for one in ranges))
+
+
 def missing(target: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     """What of `target` none of the boxes has: disjoint boxes, none if it is covered."""
     left: tuple[Box, ...] = (target,) if target.volume else ()

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rota.errors import FitError, ProgramError
-from rota.graph.graph import Role
 from rota.graph.part import makes_of, reads_of
 from rota.graph.rules import occurrences
 from rota.plan.box import Box, Range, first_overlap, missing
-from rota.plan.layout import Piece, Step
+from rota.plan.layout import Piece
 from rota.plan.program import ONCE, Call, Exit, Node, NodeKind, Program, Segment, Source, Value
 from rota.plan.step_check import check_step
 
@@ -471,19 +470,3 @@ def _fed(program: Program) -> set[tuple[str, int, int]]:
         elif node.kind is NodeKind.BACKWARD:
             found |= {(value.name, node.devices[0], value.box) for value in node.adds if value is not None}
     return found
-
-
-def parameters_without_gradient(program: Program) -> list[str]:
-    """The trained parameters that the loss does not depend on."""
-    return [
-        tensor.name
-        for tensor in program.refined.graph.tensors.values()
-        if tensor.role is Role.PARAMETER
-        and tensor.requires_grad
-        and not any(program.gradients.get(tensor.name, {}).values())
-    ]
-
-
-def collectives(program: Program) -> list[Step]:
-    """Every step that moves something between devices, once for each time that it happens."""
-    return [node.step for node in program.nodes if node.step is not None and node.step.kind != "local"]

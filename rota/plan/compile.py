@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rota.graph.graph import Role
@@ -12,9 +12,9 @@ from rota.plan.collectives import lower
 from rota.plan.dependency import Flow, Wiring, wire
 from rota.plan.layout import Piece
 from rota.plan.microbatches import Mode
-from rota.plan.ordering import order_nodes
+from rota.plan.ordering import order_nodes, read, written
 from rota.plan.plan import Plan
-from rota.plan.program import ONCE, FlowInfo, Node, NodeKind, Program, Result, Segment, Value
+from rota.plan.program import ONCE, FlowInfo, Node, NodeKind, Program, Result, Value
 from rota.plan.reference import lower_reference
 from rota.plan.segments import Draft, draft_segments
 
@@ -287,7 +287,7 @@ class _Builder:
             microbatches=self.micro,
             segments=tuple(draft.segment for draft in self.drafts),
             nodes=tuple(nodes),
-            frees=_frees(nodes, kept | stored, [draft.segment for draft in self.drafts]),
+            frees=_frees(nodes, kept | stored),
             boxes=tuple(self.boxes.numbers),
             flows=tuple(
                 FlowInfo(
@@ -379,39 +379,14 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _frees(
-    nodes: list[Node], kept: set[tuple[int, Value]], segments: list[Segment]
-) -> tuple[tuple[tuple[int, Value], ...], ...]:
+def _frees(nodes: list[Node], kept: set[tuple[int, Value]]) -> tuple[tuple[tuple[int, Value], ...], ...]:
     """After which node each value is not needed any more."""
     last: dict[tuple[int, Value], int] = {}
     for i, node in enumerate(nodes):
-        for key in touched(node):
+        for key in (*read(node), *written(node)):
             last[key] = i
     frees: list[list[tuple[int, Value]]] = [[] for _ in nodes]
     for key, i in last.items():
         if key not in kept:
             frees[i].append(key)
     return tuple(tuple(one) for one in frees)
-
-
-def touched(node: Node) -> Iterator[tuple[int, Value]]:
-    """Every value that a node reads, makes or adds to, and on which device."""
-    if node.kind is NodeKind.EXCHANGE:
-        assert node.step is not None
-        for piece, value in zip(node.step.inputs, node.reads, strict=True):
-            assert value is not None
-            yield piece.device, value
-        for piece, value in zip(node.step.outputs, node.makes, strict=True):
-            yield piece.device, value
-        return
-    device = node.devices[0]
-    yield from ((device, value) for value in node.reads if value is not None)
-    yield from ((device, value) for value in node.makes)
-    yield from ((device, value) for values in node.gradients for value in values)
-    yield from ((device, value) for value in node.adds if value is not None)
-
-
-def results_by_metric(program: Program) -> Mapping[str, Result]:
-    """metric -> where it is."""
-    graph = program.refined.graph
-    return {metric: program.results[name] for metric, name in graph.outputs.items() if name in program.results}

@@ -17,7 +17,7 @@ from rota.graph.graph import Graph, Op, Role
 from rota.graph.part import Ranges, makes_of, reads_of
 from rota.graph.refine import Frame
 from rota.graph.rules import occurrences
-from rota.plan.box import Box, first_overlap, missing
+from rota.plan.box import Box, first_overlap, hull, missing
 from rota.plan.layout import Layout, Piece, Step, canonical
 from rota.plan.microbatches import Microbatches, Mode, local_ranges, microbatches_of
 from rota.plan.plan import Part, Plan
@@ -118,12 +118,6 @@ class Wiring:
     """The tensors whose gradient is needed."""
     results: Mapping[str, Flow]
     """tensor that is returned or replaces a buffer -> the flow that brings it to where it is wanted"""
-
-    def global_box(self, tensor: str, box: Box, microbatch: int) -> Box:
-        """The box in the whole tensor of what a micro-batch made."""
-        if microbatch == ONCE:
-            return box
-        return self.microbatches.everywhere(box, self.microbatches.made[tensor], microbatch)
 
     def read_box(self, site: Site, read: int, microbatch: int) -> Box:
         """The box in the whole tensor of what a site reads at a micro-batch."""
@@ -360,11 +354,25 @@ class _Wirer:
         for flow in flows:
             if flow.context == context and flow.crossing == crossing and need <= set(flow.target):
                 return flow
-        source, target = canonical(self._sources(name, context, crossing)), canonical(need)
+        source = canonical(self._sources(name, context, crossing))
+        return self._flow(flows, name, source, canonical(need), context=context, crossing=crossing, backward=False)
+
+    def _flow(
+        self,
+        flows: list[Flow],
+        name: str,
+        source: Layout,
+        target: Layout,
+        *,
+        context: int,
+        crossing: bool,
+        backward: bool,
+    ) -> Flow:
+        """One more among the flows of a tensor, or of its gradient."""
         flow = Flow(
             tensor=name,
             number=len(flows),
-            backward=False,
+            backward=backward,
             context=context,
             crossing=crossing,
             source=source,
@@ -407,17 +415,7 @@ class _Wirer:
             if flow.context == context and flow.crossing == crossing and flow.source == source:
                 break
         else:
-            flow = Flow(
-                tensor=name,
-                number=len(flows),
-                backward=True,
-                context=context,
-                crossing=crossing,
-                source=source,
-                target=target,
-                steps=self._lowered(name, source, target),
-            )
-            flows.append(flow)
+            flow = self._flow(flows, name, source, target, context=context, crossing=crossing, backward=True)
         for use, microbatch, who, box in contributions:
             tie = self.ties[(use.site.index, use.read)]
             tie.backward = flow
@@ -485,18 +483,10 @@ def _disjoint(boxes: list[Box]) -> list[Box]:
             if not touching:
                 break
             found = [one for one in found if one not in touching]
-            merged = _hull([merged, *touching])
+            merged = hull([merged, *touching])
         if merged not in found:
             found.append(merged)
     return found
-
-
-def _hull(boxes: list[Box]) -> Box:
-    ranges = tuple(
-        (min(start for start, _ in ranges), max(stop for _, stop in ranges))
-        for ranges in zip(*(box.ranges for box in boxes), strict=True)
-    )
-    return Box(ranges=ranges)
 
 
 def _shares(
@@ -508,7 +498,7 @@ def _shares(
     each contributor's piece is their hull, with zeros where it contributes nothing.
     """
     hulls = _disjoint([box for _, _, box in contributions])
-    region = {box: next(hull for hull in hulls if hull.contains(box)) for _, _, box in contributions}
+    region = {box: next(one for one in hulls if one.contains(box)) for _, _, box in contributions}
     devices: dict[tuple[tuple[Part, int], Box], set[int]] = {}
     for who, device, box in contributions:
         devices.setdefault((who, box), set()).add(device)

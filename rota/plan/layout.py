@@ -86,14 +86,6 @@ class Step:
         return f"{self.kind} {_text(self.inputs)} -> {_text(self.outputs)}"
 
 
-def by_device(layout: Iterable[Piece]) -> dict[int, list[Box]]:
-    """The boxes of each device, in the order of the layout."""
-    found: dict[int, list[Box]] = {}
-    for piece in layout:
-        found.setdefault(piece.device, []).append(piece.box)
-    return found
-
-
 def canonical(layout: Iterable[Piece]) -> Layout:
     """The same layout, each piece once, in the order of devices and boxes."""
     return tuple(sorted(set(layout), key=lambda piece: (piece.device, piece.box.ranges, piece.box.share)))

@@ -152,9 +152,8 @@ def _samples(frame: Frame, families: frozenset[int], size: int) -> str | None:
         for dim in frame.dims.values()
         if dim.family in families
         and dim.size == size
-        and not dim.fixed
+        and frame.can_cut(dim)
         and not (dim.reduced and frame.once)  # what is added once would be added for each micro-batch
-        and (dim.reduced or all(names is None or dim.name in names for names in frame.makes))
     ]
     return min(found, key=lambda dim: dim.reduced).name if found else None
 

@@ -263,7 +263,7 @@ class Plan:
         if dim.fixed:
             kind = self._op[part.op].kind
             raise CutError(f"{part} cannot be cut along {name}: the rule of {kind} needs all of it at once")
-        if not dim.reduced and any(names is not None and name not in names for names in frame.makes):
+        if not frame.can_cut(dim):
             raise CutError(f"{part} cannot be cut along {name}: not all of its outputs have it")
         return name, 1
 

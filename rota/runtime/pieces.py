@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rota.graph.refine import Factors, local_shape
-from rota.plan.box import Box
+from rota.plan.box import Box, hull
 from rota.plan.layout import Kind, Step
 
 
@@ -51,8 +51,7 @@ def exchange(step: Step, inputs: Sequence[torch.Tensor], factors: Factors) -> li
             return [cut(total, factors, Box(ranges=boxes[0].ranges), box).clone() for box in wanted]
         case Kind.ALL_TO_ALL:
             whole = _concatenate(boxes, inputs, factors)
-            hull = _hull(boxes)
-            return [cut(whole, factors, hull, box).clone() for box in wanted]
+            return [cut(whole, factors, hull(boxes), box).clone() for box in wanted]
 
 
 def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -70,15 +69,6 @@ def _local(boxes: Sequence[Box], tensors: Sequence[torch.Tensor], wanted: Box, f
             return torch.zeros(local_shape(factors, wanted.shape), dtype=tensors[0].dtype, device=tensors[0].device)
         return cut(tensors[0], factors, held, wanted).clone()
     return assemble(list(zip(boxes, tensors, strict=True)), factors, wanted)
-
-
-def _hull(boxes: Sequence[Box]) -> Box:
-    return Box(
-        ranges=tuple(
-            (min(start for start, _ in ranges), max(stop for _, stop in ranges))
-            for ranges in zip(*(box.ranges for box in boxes), strict=True)
-        )
-    )
 
 
 def _concatenate(boxes: Sequence[Box], tensors: Sequence[torch.Tensor], factors: Factors) -> torch.Tensor:

@@ -7,22 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rota.graph.graph import Role
-from rota.graph.refine import Dim, Frame, Refined
+from rota.graph.refine import Dim, Refined
 from rota.graph.rules import occurrences
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d"})
-
-
-def is_cuttable(frame: Frame, dim: Dim) -> bool:
-    """Whether an op can be cut along a dim."""
-    return not dim.fixed and (dim.reduced or all(names is None or dim.name in names for names in frame.makes))
 
 
 def dim_of(refined: Refined, op: str, families: Iterable[int]) -> Dim | None:
     """The dim of an op that belongs to one of these families and can be cut; one that is kept before one summed."""
     frame = refined.frames[op]
     wanted = frozenset(families)
-    found = [dim for dim in frame.dims.values() if dim.family in wanted and is_cuttable(frame, dim)]
+    found = [dim for dim in frame.dims.values() if dim.family in wanted and frame.can_cut(dim)]
     return min(found, key=lambda dim: dim.reduced) if found else None
 
 
@@ -60,7 +55,7 @@ def paired_families(refined: Refined, degree: int) -> list[int]:
             family = found.setdefault(dim.family, _Family(size=dim.size))
             family.ops.append(op.name)
             summed = dim.reduced and op.kind not in _PRODUCTS  # as in a norm: every device would have to wait there
-            family.stuck = family.stuck or summed or not is_cuttable(frame, dim)
+            family.stuck = family.stuck or summed or not frame.can_cut(dim)
             if op.kind in _PRODUCTS:
                 reads = [name for name, names in zip(occurrences(op), frame.reads, strict=True) if dim.name in names]
                 weights = [name for name in reads if name in trained]

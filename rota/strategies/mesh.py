@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
+from rota.graph.refine import Refined
 from rota.plan.plan import Part, Plan
 
 
@@ -86,10 +87,11 @@ def lay_out(
     *,
     microbatches: int,
     devices: int | None = None,
+    refined: Refined | None = None,
 ) -> Plan:
     """The plan in which each axis has its say on each op, in the order of the axes."""
     degrees = tuple(degree for _, degree in axes)
-    plan = Plan(graph, devices=devices or math.prod(degrees), microbatches=microbatches)
+    plan = Plan(graph, devices=devices or math.prod(degrees), microbatches=microbatches, refined=refined)
     choosers = [axis.begin(plan, degree) for axis, degree in axes]
     for op in graph.ops:
         _place(plan, op, choosers, Mesh(plan=plan, degrees=degrees, axis=0))

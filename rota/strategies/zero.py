@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from rota.errors import InputError
 from rota.graph.graph import Op
-from rota.plan.box import Box, even_widths
+from rota.graph.part import reads_of
+from rota.graph.rules import occurrences
+from rota.plan.box import Box, even_widths, first_overlap, missing
 from rota.plan.layout import Piece
 from rota.plan.plan import Plan
 from rota.strategies.base import register
@@ -59,9 +61,6 @@ class _Stored:
 
 def _used(plan: Plan, name: str) -> dict[Box, list[int]]:
     """The boxes of a parameter that devices use, and which devices use each."""
-    from rota.graph.part import reads_of
-    from rota.graph.rules import occurrences
-
     found: dict[Box, list[int]] = {}
     for op in plan.graph.ops:
         if name not in op.inputs:
@@ -78,8 +77,6 @@ def _used(plan: Plan, name: str) -> dict[Box, list[int]]:
 
 
 def _missing(whole: Box, copies: dict[Box, list[int]]) -> bool:
-    from rota.plan.box import first_overlap, missing
-
     return bool(missing(whole, copies)) or first_overlap(list(copies)) is not None
 
 

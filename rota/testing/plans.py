@@ -17,6 +17,8 @@ from rota.plan.box import Box, even_widths
 from rota.plan.layout import Piece
 from rota.plan.microbatches import Mode, Running, local_ranges
 from rota.plan.plan import Gather, Part, Plan
+from rota.strategies.mesh import lay_out
+from rota.strategies.tensor import tensor
 
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -93,13 +95,8 @@ def data_plan(
 
 
 def tensor_plan(graph: Graph, degree: int, *, microbatches: int = 1, refined: Refined | None = None) -> Plan:
-    """Megatron's: attention heads and the inner columns of feed-forward layers are cut, everything else is copied."""
-    plan = Plan(graph, devices=degree, microbatches=microbatches, refined=refined)
-    families = _head_families(plan) | _inner_families(plan)
-    for op in graph.ops:
-        dims = [dim for dim in cuttable(plan, op, families) if dim.size >= degree]
-        _spread(plan, plan.split(op, dims[0].name, degree) if dims else plan.replicate(op, degree))
-    return plan
+    """Megatron's, as the strategy makes it: heads and the inner columns of feed-forward layers are cut."""
+    return lay_out(graph, [(tensor(), degree)], microbatches=microbatches, refined=refined)
 
 
 def pipeline_plan(graph: Graph, stages: int, microbatches: int = 1, *, refined: Refined | None = None) -> Plan:
@@ -136,13 +133,7 @@ def _skeleton_in_double(skeleton: Any) -> Any:
 def cuttable(plan: Plan, target: Op | Part, families: frozenset[int] | set[int] | None = None) -> list[Dim]:
     """The dims along which an op may be cut, of these families if any are given."""
     frame = plan.refined.frames[target.op if isinstance(target, Part) else target.name]
-    return [
-        dim
-        for dim in frame.dims.values()
-        if not dim.fixed
-        and (families is None or dim.family in families)
-        and (dim.reduced or all(made is None or dim.name in made for made in frame.makes))
-    ]
+    return [dim for dim in frame.dims.values() if frame.can_cut(dim) and (families is None or dim.family in families)]
 
 
 def _spread(plan: Plan, parts: Sequence[Part]) -> None:
@@ -206,41 +197,6 @@ def _pieces(plan: Plan, parameter: Tensor, rng: random.Random) -> Iterator[Piece
 
 
 # ---- Megatron ----
-
-
-def _head_families(plan: Plan) -> set[int]:
-    """Of the heads of attention; the groups of heads that share keys, if there are such."""
-    families = set()
-    for op in plan.ops(kind=_ATTENTION):
-        dims = plan.dims(op)
-        families.add(dims["h" if "h" in dims else "h.0"].family)
-    return families
-
-
-def _inner_families(plan: Plan) -> set[int]:
-    """Of what is between two linear layers, the columns of the first and the rows of the second, and nowhere else."""
-    columns = {_first(plan, op, "n") for op in plan.ops(kind="linear")}
-    rows = {_first(plan, op, "k") for op in plan.ops(kind="linear")}
-    returned = {family for name in plan.graph.outputs.values() for family in plan.refined.families[name]}
-    return {family for family in (columns & rows) - returned if family is not None and _is_inner(plan, family)}
-
-
-def _first(plan: Plan, op: Op, name: str) -> int | None:
-    dims = plan.dims(op)
-    found = dims.get(name) or dims.get(f"{name}.0")
-    return None if found is None else found.family
-
-
-def _is_inner(plan: Plan, family: int) -> bool:
-    """Whether every op that is not linear keeps these dims as they are."""
-    for op in plan.graph.ops:
-        dims = [dim for dim in plan.dims(op).values() if dim.family == family]
-        if op.kind == "linear":
-            if len(dims) > 1:
-                return False
-        elif any(dim.fixed or dim.reduced for dim in dims):
-            return False
-    return True
 
 
 # ---- precision ----

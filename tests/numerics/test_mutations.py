@@ -17,8 +17,8 @@ from rota.graph.graph import Op
 from rota.graph.refine import refine
 from rota.plan.box import Box
 from rota.plan.check import check, sequences_of
-from rota.plan.compile import touched
 from rota.plan.layout import Kind, Piece
+from rota.plan.ordering import read, written
 from rota.plan.plan import Plan
 from rota.plan.program import ONCE, NodeKind, Program, Value
 from rota.runtime.in_process import InProcess
@@ -79,7 +79,7 @@ def changed(program: Program, nodes, **other) -> Program:
         kept |= {(device, value) for (device, _), value in updated.items()}
     for name, layout in program.stored.items():
         kept |= {(piece.device, Value(name, ONCE, program.boxes.index(piece.box))) for piece in layout}
-    last = {key: i for i, node in enumerate(program.nodes) for key in touched(node)}
+    last = {key: i for i, node in enumerate(program.nodes) for key in (*read(node), *written(node))}
     frees = [[] for _ in program.nodes]
     for key, i in last.items():
         if key not in kept:
