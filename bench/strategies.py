@@ -22,6 +22,7 @@ from rota.graph.capture import capture
 from rota.runtime import comm
 from rota.runtime.engine import Engine
 from rota.runtime.in_process import InProcess
+from rota.strategies.base import with_microbatches
 from rota.strategies.data import data
 from rota.strategies.mesh import Recipe
 from rota.strategies.pipeline import pipeline
@@ -67,7 +68,7 @@ def _rank(rank: int, store: str, result: str, repeats: int) -> None:
 
 def _ours(rank: int, recipe: Recipe, microbatches: int, groups: comm.Groups) -> peers.Step:
     model, rows = peers.make()
-    program = recipe(capture(model, rows, peers.loss_of), RANKS, microbatches).compile()
+    program = with_microbatches(recipe, microbatches)(capture(model, rows, peers.loss_of), RANKS).compile()
     engine = Engine(program, dict(model.named_parameters()), rank=rank, groups=groups)
     engine.optimize(peers.optimizer)
 
@@ -82,7 +83,7 @@ def _single() -> peers.Step:
     model, rows = peers.make()
     from rota.strategies.single import single
 
-    program = single(capture(model, rows, peers.loss_of), 1, 1).compile()
+    program = single()(capture(model, rows, peers.loss_of), 1).compile()
     engine = InProcess(program, dict(model.named_parameters()))
     engine.optimize(peers.optimizer)
     return lambda: float(engine.train(rows)["loss"])

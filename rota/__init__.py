@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rota.graph.capture import capture
     from rota.graph.rules import register_rule
     from rota.plan.plan import Plan
+    from rota.strategies import strategy
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "register_rule",
     "run",
     "strategies",
+    "strategy",
 ]
 
 _NEEDS_TORCH = {
@@ -42,6 +44,7 @@ _NEEDS_TORCH = {
     "capture": "rota.graph.capture",
     "register_rule": "rota.graph.rules",
     "strategies": "rota.strategies",
+    "strategy": "rota.strategies",
     "testing": "rota.testing",
 }
 

@@ -28,7 +28,7 @@ _WIDEST, _NARROWEST = 160, 60
 @click.option("--task", "task_name", metavar="T", help="Which task; not needed if the sweep has one.")
 @click.option("--devices", default=1, show_default=True, metavar="N", help="How many devices.")
 @click.option("--strategy", default="data", show_default=True, metavar="S", help="The recipe that makes the plan.")
-@click.option("--microbatches", default=1, show_default=True, metavar="M", help="In how many parts a batch is taken.")
+@click.option("--microbatches", type=int, metavar="M", help="In how many parts a batch is taken.")
 @click.option("--memory", metavar="SIZE", help="Memory of each device, for example 4GiB; a plan that needs more fails.")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="TO", help="Write a trace for ui.perfetto.dev.")
 @json_option
@@ -37,7 +37,7 @@ def explain(
     task_name: str | None,
     devices: int,
     strategy: str,
-    microbatches: int,
+    microbatches: int | None,
     memory: str | None,
     trace: Path | None,
     as_json: bool,
@@ -58,10 +58,12 @@ def explain(
     from rota.plan.explanation import summarise
     from rota.report.timeline import timeline
     from rota.report.trace import trace_events
-    from rota.strategies.base import find
+    from rota.strategies.base import find, with_microbatches
 
     make = find(strategy)
-    program = make(_graph(task), devices, microbatches).compile(memory_bytes=memory_bytes)
+    if microbatches is not None:
+        make = with_microbatches(make, microbatches)
+    program = make(_graph(task), devices).compile(memory_bytes=memory_bytes)
     simulation = program.simulate()
     explanation = summarise(program, simulation)
     if trace is not None:

@@ -71,6 +71,16 @@ class Refined:
         """The sizes of all factors of a tensor, which is what its boxes count in."""
         return tuple(size for dim in self.factors[tensor] for size in dim)
 
+    @property
+    def samples(self) -> int | None:
+        """How many samples the batch has, as far as they can be told apart; None without any."""
+        families = self.batch_families()
+        for name in self.graph.inputs:
+            for size, family in zip(self.shape(name), self.families[name], strict=True):
+                if family in families:
+                    return size
+        return None
+
     def batch_families(self) -> frozenset[int]:
         """The families of the samples: the outermost factor of the first dim of the batch's tensors."""
         first = [self.factors[name][0] for name in self.graph.inputs if self.factors[name] and self.factors[name][0]]

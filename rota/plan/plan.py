@@ -301,12 +301,7 @@ class Plan:
     @property
     def batch_size(self) -> int | None:
         """How many samples the batch has, as far as they can be told apart; None without any."""
-        families = self.refined.batch_families()
-        for name in self.graph.inputs:
-            for size, family in zip(self.refined.shape(name), self.refined.families[name], strict=True):
-                if family in families:
-                    return size
-        return None
+        return self.refined.samples
 
     def __repr__(self) -> str:
         """Short."""

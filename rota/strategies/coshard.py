@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
@@ -12,15 +13,20 @@ from rota.strategies.base import register
 from rota.strategies.dims import dim_of, paired_families
 
 
+@dataclass(frozen=True, kw_only=True)
 class Coshard:
     """Cuts each run of ops between two products into parts that follow each other on one device."""
 
-    def __init__(self, parts: int = 4) -> None:
-        self.parts = parts
+    parts: int = 4
+    microbatches: int = 1
 
-    def __call__(self, graph: Graph, devices: int, microbatches: int) -> Plan:
+    def __str__(self) -> str:
+        """As the user writes it."""
+        return f"coshard({self.parts})"
+
+    def __call__(self, graph: Graph, devices: int) -> Plan:
         """A plan on one device; others stay idle."""
-        plan = Plan(graph, devices=devices, microbatches=microbatches)
+        plan = Plan(graph, devices=devices, microbatches=self.microbatches)
         plan.assign(graph.ops, 0)
         runs = list(_runs(plan, self.parts))
         if not runs:
@@ -50,9 +56,9 @@ def _runs(plan: Plan, parts: int) -> Iterator[list[tuple[Op, str]]]:
             yield run
 
 
-def coshard(parts: int = 4) -> Coshard:
+def coshard(parts: int = 4, *, microbatches: int = 1) -> Coshard:
     """So many parts, one after another."""
-    return Coshard(parts)
+    return Coshard(parts=parts, microbatches=microbatches)
 
 
-register("coshard")(coshard())
+register("coshard", coshard)

@@ -85,9 +85,9 @@ def _position_families(plan: Plan, degree: int) -> list[int]:
     return list(found)
 
 
-def dap(degree: int | None = None) -> Dap:
+def dap(degree: int | None = None, *, microbatches: int | None = None) -> Dap:
     """Positions cut, alternating between dims."""
-    return Dap(degree=degree)
+    return Dap(degree=degree, microbatches=microbatches)
 
 
-register("dap")(dap())
+register("dap", dap)

@@ -43,9 +43,9 @@ class Samples:
         """Nothing is left to say."""
 
 
-def data(degree: int | None = None) -> Data:
+def data(degree: int | None = None, *, microbatches: int | None = None) -> Data:
     """Replicas of the model, each on its share of the samples."""
-    return Data(degree=degree)
+    return Data(degree=degree, microbatches=microbatches)
 
 
-register("data")(data())
+register("data", data)

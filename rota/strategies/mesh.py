@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
-from rota.graph.refine import Refined
+from rota.graph.refine import Refined, refine
 from rota.plan.plan import Part, Plan
 
 
@@ -135,18 +135,33 @@ class Recipe:
 
     degree: int | None = None
     """How many devices along its axis; what is left over if not given."""
+    microbatches: int | None = None
+    """In how many parts a batch is taken, one after another; one if nobody says more."""
 
     def begin(self, plan: Plan, degree: int) -> Chooser:
         """Look at a graph; InputError if it cannot be run in this way."""
         raise NotImplementedError
 
-    def __call__(self, graph: Graph, devices: int, microbatches: int) -> Plan:
+    def __call__(self, graph: Graph, devices: int) -> Plan:
         """A plan on so many devices."""
-        return Product(recipes=(self,))(graph, devices, microbatches)
+        return Product(recipes=(self,))(graph, devices)
 
     def __mul__(self, other: Recipe | Product) -> Product:
         """Both, each along its own axis."""
-        return Product(recipes=(self, *(other.recipes if isinstance(other, Product) else (other,))))
+        return Product(recipes=(self,)) * other
+
+    def default_microbatches(self, samples: int, degree: int) -> int:
+        """In how many parts it likes to take a batch, if nobody says."""
+        return 1
+
+    def __str__(self) -> str:
+        """As the user writes it."""
+        knobs = [] if self.degree is None else [str(self.degree)]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name != "degree" and one.repr and value != one.default:
+                knobs.append(f"{one.name}={value!r}")
+        return f"{_name(self)}({', '.join(knobs)})" if knobs else _name(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,22 +169,53 @@ class Product:
     """Several strategies, each along its own axis of devices."""
 
     recipes: tuple[Recipe, ...]
+    microbatches: int | None = None
+    """In how many parts a batch is taken; by default what its strategies say."""
 
     def __mul__(self, other: Recipe | Product) -> Product:
         """One more."""
         return Product(recipes=(*self.recipes, *(other.recipes if isinstance(other, Product) else (other,))))
 
-    def __call__(self, graph: Graph, devices: int, microbatches: int) -> Plan:
-        """A plan on so many devices."""
-        degrees = self._degrees(devices)
-        return lay_out(graph, list(zip(self.recipes, degrees, strict=True)), microbatches=microbatches, devices=devices)
+    def __str__(self) -> str:
+        """As the user writes it."""
+        return " * ".join(map(str, self.recipes))
 
-    def _degrees(self, devices: int) -> tuple[int, ...]:
+    def __call__(self, graph: Graph, devices: int) -> Plan:
+        """A plan on so many devices."""
+        refined = refine(graph)
+        degrees = self.degrees(devices)
+        axes = list(zip(self.recipes, degrees, strict=True))
+        microbatches = self._microbatches(refined.samples or 1, degrees)
+        return lay_out(graph, axes, microbatches=microbatches, devices=devices, refined=refined)
+
+    def _microbatches(self, samples: int, degrees: Sequence[int]) -> int:
+        said = [one.microbatches for one in self.recipes if one.microbatches is not None]
+        if self.microbatches is not None:
+            said = [self.microbatches]
+        if len(set(said)) > 1:
+            raise InputError(f"{self} asks for {' and '.join(map(str, said))} micro-batches; give one number")
+        if said:
+            return said[0]
+        likes = zip(self.recipes, degrees, strict=True)
+        return max(recipe.default_microbatches(samples, degree) for recipe, degree in likes)
+
+    @property
+    def fixed_devices(self) -> int | None:
+        """How many devices it needs, if its degrees say so."""
+        if any(recipe.degree is None for recipe in self.recipes):
+            return None
+        return math.prod(recipe.degree or 1 for recipe in self.recipes)
+
+    def degrees(self, devices: int) -> tuple[int, ...]:
+        """Of each axis."""
+        for recipe in self.recipes:
+            for what, count in (("degree", recipe.degree), ("microbatches", recipe.microbatches)):
+                if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                    raise InputError(f"{_name(recipe)}: {what} must be a whole number of at least 1, not {count!r}")
         known = math.prod(recipe.degree for recipe in self.recipes if recipe.degree is not None)
         open_axes = [recipe for recipe in self.recipes if recipe.degree is None]
         if known == 0 or devices % known or (not open_axes and devices != known):
-            named = " x ".join(f"{_name(recipe)}({recipe.degree or ''})" for recipe in self.recipes)
-            raise InputError(f"{named} does not fit {devices} devices; the degrees must multiply to {devices}")
+            raise InputError(f"{self} does not fit {devices} devices; the degrees must multiply to {devices}")
         if len(open_axes) > 1:
             named = " and ".join(_name(recipe) for recipe in open_axes)
             raise InputError(f"give the degree of all but one of {named}")

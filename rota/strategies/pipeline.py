@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rota.errors import InputError
@@ -25,8 +25,12 @@ class Pipeline(Recipe):
     order: Order = "1f1b"
     chunks: int = 2
     """How many stages each device has, if they are interleaved."""
-    seconds: tuple[float, ...] | None = None
+    seconds: tuple[float, ...] | None = field(default=None, repr=False)
     """The measured cost of each op; estimated if not given."""
+
+    def default_microbatches(self, samples: int, degree: int) -> int:
+        """Enough that filling and draining the stages is a small part of the step."""
+        return max(1, min(samples, 4 * degree)) if degree > 1 else 1
 
     def begin(self, plan: Plan, degree: int) -> _Stages:
         """Refused if there are fewer ops than stages."""
@@ -158,10 +162,15 @@ def _copied(plan: Plan, stage_of: dict[str, int]) -> dict[str, set[int]]:
 
 
 def pipeline(
-    stages: int | None = None, *, order: Order = "1f1b", chunks: int = 2, seconds: tuple[float, ...] | None = None
+    stages: int | None = None,
+    *,
+    microbatches: int | None = None,
+    order: Order = "1f1b",
+    chunks: int = 2,
+    seconds: tuple[float, ...] | None = None,
 ) -> Pipeline:
-    """Stages on one device after another."""
-    return Pipeline(degree=stages, order=order, chunks=chunks, seconds=seconds)
+    """Stages on one device after another; a batch in four parts for each stage unless you say otherwise."""
+    return Pipeline(degree=stages, microbatches=microbatches, order=order, chunks=chunks, seconds=seconds)
 
 
-register("pipeline")(pipeline())
+register("pipeline", pipeline)

@@ -69,9 +69,11 @@ def _vocabulary_families(plan: Plan, degree: int) -> frozenset[int]:
     )
 
 
-def tensor(degree: int | None = None, *, sequence: bool = False, vocabulary: bool = False) -> Tensor:
+def tensor(
+    degree: int | None = None, *, sequence: bool = False, vocabulary: bool = False, microbatches: int | None = None
+) -> Tensor:
     """Heads and columns cut over devices."""
-    return Tensor(degree=degree, sequence=sequence, vocabulary=vocabulary)
+    return Tensor(degree=degree, sequence=sequence, vocabulary=vocabulary, microbatches=microbatches)
 
 
-register("tensor")(tensor())
+register("tensor", tensor)

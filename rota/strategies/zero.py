@@ -108,9 +108,9 @@ def layer_name(module: str) -> str:
     return ""
 
 
-def zero(degree: int | None = None, *, stage: int = 3) -> Zero:
+def zero(degree: int | None = None, *, stage: int = 3, microbatches: int | None = None) -> Zero:
     """Data parallelism with stored parameters cut; stage 3 is FSDP."""
-    return Zero(degree=degree, stage=stage)
+    return Zero(degree=degree, stage=stage, microbatches=microbatches)
 
 
-register("zero")(zero())
+register("zero", zero)

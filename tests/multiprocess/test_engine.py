@@ -15,6 +15,7 @@ from rota.graph.capture import capture
 from rota.runtime import comm
 from rota.runtime.engine import Engine
 from rota.runtime.in_process import InProcess
+from rota.strategies.base import with_microbatches
 from rota.strategies.data import data
 from rota.strategies.pipeline import pipeline
 from rota.strategies.tensor import tensor
@@ -48,7 +49,7 @@ for family in families:
     graph = capture(model, batch, specimen.loss)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, (strategy, microbatches) in cases.items():
-        program = strategy(graph, size, microbatches).compile()
+        program = with_microbatches(strategy, microbatches)(graph, size).compile()
         alone = InProcess(program, state, seed=3)
         alone.optimize(adamw)
         engine = Engine(program, state, rank=rank, groups=groups, seed=3, bucket_bytes=4096)

@@ -46,7 +46,7 @@ def small_graph():
 
 @pytest.fixture(scope="module")
 def data_program(graph):
-    return find("data")(graph, 4, 2).compile()
+    return find("data(microbatches=2)")(graph, 4).compile()
 
 
 def megatron(graph, *, devices):
@@ -234,7 +234,7 @@ def test_an_explanation_is_plain_json(data_program):
 
 
 def test_notes_of_the_capture_are_told(small_graph):
-    program = find("single")(small_graph, 1, 1).compile()
+    program = find("single")(small_graph, 1).compile()
     explanation = summarise(program, program.simulate())
     noted = type(explanation)(**{**vars(explanation), "notes": ("captured in eval mode",)})
     assert "note  captured in eval mode" in lines_of(noted)

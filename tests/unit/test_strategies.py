@@ -34,7 +34,7 @@ def on_one_device(specimen):
 
 def outcome(specimen, strategy, devices, microbatches):
     model, batch, graph = specimen
-    program = find(strategy)(graph, devices, microbatches).compile()
+    program = find(f"{strategy}(microbatches={microbatches})")(graph, devices).compile()
     model = copy.deepcopy(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return InProcess(program, state, seed=3).run(batch)
@@ -59,7 +59,7 @@ def test_data_parallelism_equals_one_device_where_the_batch_does_not_divide(
 def test_data_parallelism_reduces_each_gradient_once_and_nothing_else_but_the_loss():
     made = zoo.make("gpt", batch=SAMPLES)
     graph = capture(made.model, made.batch, made.loss)
-    program = find("data")(graph, 2, 1).compile()
+    program = find("data")(graph, 2).compile()
     moved = [(flow, step) for flow in program.flows for step in flow.steps if step.kind is not Kind.LOCAL]
     assert {step.kind for _, step in moved} == {Kind.ALL_REDUCE}
     forward = [flow.tensor for flow, _ in moved if not flow.backward]
@@ -93,18 +93,18 @@ def test_what_is_added_once_to_a_sum_over_samples_is_added_once(devices, microba
 
 
 def test_single_leaves_other_devices_idle(specimen):
-    program = find("single")(specimen[2], 3, 1).compile()
+    program = find("single")(specimen[2], 3).compile()
     assert {node.devices for node in program.nodes} == {(0,)}
     assert not any(step.kind is not Kind.LOCAL for flow in program.flows for step in flow.steps)
 
 
 def test_what_cannot_be_shared_is_refused(specimen, refused):
-    sentence = refused(find("data"), specimen[2], 8, 1)
+    sentence = refused(find("data(microbatches=1)"), specimen[2], 8)
     assert sentence == "a batch of 7 samples cannot be shared by 8 devices; use fewer devices"
-    sentence = refused(find("data"), specimen[2], 4, 2)
+    sentence = refused(find("data(microbatches=2)"), specimen[2], 4)
     assert "7 samples in 2 micro-batches cannot be shared by 4 devices" in sentence
-    assert "at least 1" in refused(find("data"), specimen[2], 0, 1)
-    assert "8 micro-batches" in refused(find("single"), specimen[2], 1, 8)
+    assert "at least 1" in refused(find("data(microbatches=1)"), specimen[2], 0)
+    assert "8 micro-batches" in refused(find("single(microbatches=8)"), specimen[2], 1)
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones(refused):
@@ -116,13 +116,13 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones(refused):
 
 def test_a_name_is_registered_once():
     with pytest.raises(InputError, match="already a strategy named 'data'"):
-        register("data")(lambda graph, devices, microbatches: None)
+        register("data", lambda: None)
 
 
 def test_a_pipeline_of_a_model_with_batch_norm_and_micro_batches_compiles():
     made = zoo.make("resnet", batch=8)
     graph = capture(made.model, made.batch, made.loss)
-    program = find("pipeline")(graph, 2, 4).compile()
+    program = find("pipeline(microbatches=4)")(graph, 2).compile()
     assert {node.step.kind for node in program.nodes if node.step} <= {Kind.SEND, Kind.LOCAL}
 
 
@@ -131,5 +131,5 @@ def test_tied_parameters_come_under_any_of_their_names():
     graph = capture(made.model, made.batch, made.loss)
     state = {**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}
     state["head.weight"] = state.pop("tokens.weight")
-    outcome = InProcess(find("single")(graph, 1, 1).compile(), state).run(made.batch)
+    outcome = InProcess(find("single")(graph, 1).compile(), state).run(made.batch)
     assert torch.isfinite(outcome.outputs["loss"])
