@@ -14,7 +14,7 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from rota.errors import InputError
 from rota.graph.graph import Graph
@@ -132,8 +132,8 @@ def with_microbatches(strategy: Strategy, microbatches: int) -> Strategy:
     """The same strategy, taking a batch in so many parts."""
     given: Any = strategy
     if is_dataclass(given) and hasattr(given, "microbatches"):
-        made: Strategy = replace(given, microbatches=microbatches)
-        return made
+        made: Any = given
+        return cast(Strategy, replace(made, microbatches=microbatches))
     target = given.func if isinstance(given, functools.partial) else given
     if "microbatches" in inspect.signature(target).parameters:
         return functools.partial(given, microbatches=microbatches)
