@@ -19,6 +19,7 @@
     │   ├── FitError             a device has too little memory for what the plan puts on it
     │   └── ProgramError         a compiled program is wrong: a defect of rota, or a program that was altered
     ├── MessageError             a message between processes cannot be understood
+    ├── PeerError                another process that trains the same task is gone
     └── TaskError                a task cannot go on; carries what the user should read
         └── DivergedError        its loss became NaN or infinite
 
@@ -94,6 +95,10 @@ class ProgramError(PlanError):
 
 class MessageError(RotaError):
     """Bytes from another process or from disk do not form a known message."""
+
+
+class PeerError(RotaError):
+    """Another process that trains the same task is gone; that process knows why."""
 
 
 class TaskError(RotaError):

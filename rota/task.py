@@ -101,6 +101,10 @@ class Task:
     """Clips the norm of the whole gradient before each step."""
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
+    strategy: Any = "auto"
+    """How the model runs on several devices: "auto", a name such as "tensor", or a strategy (rota.strategies)."""
+    devices: int | None = None
+    """How many devices it gets; by default what its strategy needs, or its share of all."""
     setup_timeout_s: float = 600.0
     """How long each of the factories, and the first batch, may take."""
     step_timeout_s: float = 600.0
@@ -123,7 +127,12 @@ class Task:
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps is not None else "neither is given"
             raise InputError(f"{where}: give either steps or epochs; {given}")
-        for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate"):
+        if not isinstance(self.strategy, str) and not callable(self.strategy):
+            raise InputError(
+                f"{where}: strategy must be a name such as 'tensor' or a strategy of rota.strategies, "
+                f"not {type(self.strategy).__name__}"
+            )
+        for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate", "devices"):
             if getattr(self, name) is not None or name == "accumulate":
                 _set_count(self, name, where)
         for name in ("clip_norm", "setup_timeout_s", "step_timeout_s"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from rota.task import Task
 
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
+    from rota.search.search import Search
 
 _WIDEST, _NARROWEST = 160, 60
 
@@ -58,22 +60,37 @@ def explain(
     from rota.plan.explanation import summarise
     from rota.report.timeline import timeline
     from rota.report.trace import trace_events
+    from rota.strategies.auto import Auto
     from rota.strategies.base import find, with_microbatches
 
     make = find(strategy)
     if microbatches is not None:
         make = with_microbatches(make, microbatches)
-    program = make(_graph(task), devices).compile(memory_bytes=memory_bytes)
+    graph = _graph(task)
+    found = None
+    if isinstance(make, Auto):
+        found = _search(graph, devices, memory_bytes if make.memory is None else parse_bytes(make.memory))
+        make = found.chosen.strategy
+    program = make(graph, devices).compile(memory_bytes=memory_bytes)
     simulation = program.simulate()
     explanation = summarise(program, simulation)
     if trace is not None:
         with replacing(trace) as side:
             write_text(side, json.dumps(trace_events(program, simulation)))
     if as_json:
-        settings = {"task": task.name, "strategy": strategy, "trace": None if trace is None else str(trace)}
+        settings: dict[str, Any] = {
+            "task": task.name,
+            "strategy": strategy,
+            "trace": None if trace is None else str(trace),
+        }
+        if found is not None:
+            settings |= found.to_json()
         print_json(settings | explanation.to_json())
         return
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+    if found is not None:
+        click.echo("\n".join(["candidates", *found.table(), ""]))
+        strategy = f"{found.chosen.text} (chosen by {strategy})"
     click.echo(f"task  {task.name}, strategy {strategy}")
     click.echo("\n".join([*lines_of(explanation), "", *timeline(program, simulation, width=width)]))
     if trace is not None:
@@ -89,6 +106,22 @@ def _pick(sweep: Sweep, name: str | None) -> Task:
             f"the sweep has several tasks; say which with --task: {known}{', ...' if len(sweep) > 6 else ''}"
         )
     return sweep.tasks[0]
+
+
+def _search(graph: Graph, devices: int, memory_bytes: int | None) -> Search:
+    """What there is to choose from; on a terminal it says what it looks at."""
+    from rota.search.search import search
+
+    shown = sys.stderr.isatty()
+
+    def notice(sentence: str) -> None:
+        if shown:
+            click.echo(f"\r{sentence[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
+
+    found = search(graph, devices, memory_bytes=memory_bytes, notice=notice)
+    if shown:
+        click.echo(f"\r{'':{_NARROWEST}}\r", err=True, nl=False)
+    return found
 
 
 def _graph(task: Task) -> Graph:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rota.errors import TaskError
@@ -12,7 +13,7 @@ from rota.execute.events import Event, Launched, Lost, RunEnded, Stopped
 from rota.execute.policy import LongestFirst, Policy, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
-from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Measured, Noticed, Saved
+from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
@@ -22,8 +23,22 @@ _REQUESTS_EVERY_S = 0.5
 # What a task gets to save itself. The whole run must be gone 5 s after Ctrl-C.
 _HALT_S = 3.5
 
+# How long the others of a gang may take to notice that their task has ended.
+_LEAVE_S = 5.0
+_LEAVE_INTERRUPTED_S = 1.0
+# How long a process's own end may take to become known after another has noticed that it is gone.
+_SUSPECT_S = 4.0
+
 Observer = Callable[[RunRecord, Event | None], None]
 """Called after each event with the record that now holds it, and with None when time has passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seat:
+    """An attempt at a task, as a device has it."""
+
+    task: str
+    attempt: int
 
 
 class Controller:
@@ -38,6 +53,7 @@ class Controller:
         folder: RunFolder,
         backend: Backend,
         devices: Sequence[str],
+        widths: Mapping[str, int] | None = None,
         policy: Policy | None = None,
         retries: int = 2,
         observer: Observer | None = None,
@@ -52,10 +68,16 @@ class Controller:
         self._observer = observer or (lambda record, event: None)
         self._order = {name: place for place, name in enumerate(devices)}
         self._free: list[str] = list(devices)
-        self._busy: dict[str, str] = {}
-        """device -> task"""
-        self._halting: dict[str, float] = {}
-        """device -> when its patience ends"""
+        self._widths = widths or {}
+        """task -> how many devices it gets, if more than one"""
+        self._busy: dict[str, _Seat] = {}
+        """device -> what it works on"""
+        self._patience: dict[str, float] = {}
+        """device -> until when it may take to save its task, or to leave it"""
+        self._over: set[_Seat] = set()
+        """attempts that have ended while some of their devices have yet to leave"""
+        self._suspected: dict[_Seat, tuple[float, str]] = {}
+        """attempts in which a process lost another: until when the other's own end is waited for, and the symptom"""
         self._stopping: set[str] = set()
         """tasks that the user stopped"""
         self._unconfirmed: dict[str, Measured] = {}
@@ -75,12 +97,12 @@ class Controller:
         while True:
             self._take_requests()
             if self._interrupted:
-                for device in self._busy:
-                    self._halt(device)
+                for seat in set(self._busy.values()) - self._over:
+                    self._halt(self.record.tasks[seat.task])
             else:
                 self._launch()
             self._commit()
-            if not self._busy and (self._interrupted or not self._waiting):
+            if not self._busy and not self._suspected and (self._interrupted or not self._waiting):
                 break
             for device, sign in self._backend.poll(_POLL_S):
                 self._hear(device, sign)
@@ -97,22 +119,25 @@ class Controller:
         for decision in self._policy.decide(self._waiting, self._free):
             task = self.record.tasks[decision.task]
             self._dequeue(task)
-            self._free.remove(decision.device)
-            self._busy[decision.device] = task.name
-            self._note(Launched(task=task.name, attempt=task.attempt + 1, device=decision.device))
+            self._note(Launched(task=task.name, attempt=task.attempt + 1, devices=decision.devices))
+            for device in decision.devices:
+                self._free.remove(device)
+                self._busy[device] = _Seat(task=task.name, attempt=task.attempt)
             try:
                 self._backend.launch(
-                    decision.device,
+                    decision.devices,
                     self._tasks[task.name],
                     attempt=task.attempt,
                     folder=self._folder.task(task.name),
                 )
             except TaskError as error:
                 self._note(Failed(task=task.name, attempt=task.attempt, step=task.step, reason=str(error)))
-                self._release(decision.device)
+                for device in decision.devices:
+                    self._release(device)
 
     def _enqueue(self, task: TaskRecord) -> None:
-        bisect.insort(self._waiting, waiting(task), key=lambda one: one.order)
+        one = waiting(task, self._widths.get(task.name, 1))
+        bisect.insort(self._waiting, one, key=lambda one: one.order)
 
     def _dequeue(self, task: TaskRecord) -> None:
         place = bisect.bisect_left(self._waiting, waiting(task).order, key=lambda one: one.order)
@@ -122,31 +147,49 @@ class Controller:
     # ---- hearing ----
 
     def _hear(self, device: str, sign: Any) -> None:
-        name = self._busy.get(device)
-        if name is None or isinstance(sign, Beat):
+        seat = self._busy.get(device)
+        if seat is None or isinstance(sign, Beat):
             return
-        task = self.record.tasks[name]
+        task = self.record.tasks[seat.task]
         if isinstance(sign, WorkerLost):
-            self._lose(device, task, sign)
+            if seat not in self._over:
+                self._lose(device, task, sign)
+            self._leave(device, seat)
             return
-        if getattr(sign, "task", None) != name or sign.attempt != task.attempt:
+        if getattr(sign, "task", None) != seat.task or sign.attempt != seat.attempt:
             return  # of an attempt that is already over
-        if isinstance(sign, Measured):
+        if seat in self._over:
+            if isinstance(sign, Finished | Failed | Halted | Left):
+                self._release(device)
+        elif isinstance(sign, Measured):
             self._note(sign)
             self._unconfirmed[device] = sign
         elif isinstance(sign, Began | Saved | Noticed):
             self._note(sign)
         elif isinstance(sign, Finished | Failed):
             self._note(sign)
-            self._release(device)
+            self._leave(device, seat)
         elif isinstance(sign, Halted):
             self._note(sign)
-            self._release(device)
             self._after_halt(task)
+            self._leave(device, seat)
+        elif isinstance(sign, Left):
+            if sign.peer_gone:
+                self._suspected.setdefault(seat, (self._backend.now_s() + _SUSPECT_S, sign.reason))
+            self._release(device)
+
+    def _leave(self, device: str, seat: _Seat) -> None:
+        """A device is done with an attempt that has ended; the others of its gang have a moment to follow."""
+        self._over.add(seat)
+        self._suspected.pop(seat, None)
+        self._release(device)
+        until_s = self._backend.now_s() + (_LEAVE_INTERRUPTED_S if self._interrupted else _LEAVE_S)
+        for other, its in self._busy.items():
+            if its == seat:
+                self._patience[other] = until_s
 
     def _lose(self, device: str, task: TaskRecord, sign: WorkerLost) -> None:
         if task.name in self._stopping or self._interrupted:
-            self._release(device)
             self._after_halt(task)
             return
         again = sign.retry and task.losses < self._retries
@@ -154,18 +197,19 @@ class Controller:
         if sign.retry and not again:
             reason += f", {task.losses + 1} times; see {self._folder.task(task.name)}/output.log"
         self._note(Lost(task=task.name, attempt=task.attempt, device=device, reason=reason, retried=again))
-        self._release(device)
         if again:
             self._enqueue(task)
 
     def _after_halt(self, task: TaskRecord) -> None:
-        """The task has left its device: for good if the user stopped it, else until the run is resumed."""
+        """The task has left its devices: for good if the user stopped it, else until the run is resumed."""
         if task.name in self._stopping:
             self._note(Stopped(task=task.name, attempt=task.attempt, step=task.saved_step))
 
     def _release(self, device: str) -> None:
-        del self._busy[device]
-        self._halting.pop(device, None)
+        seat = self._busy.pop(device)
+        if seat not in self._busy.values() and seat not in self._suspected:
+            self._over.discard(seat)
+        self._patience.pop(device, None)
         self._unconfirmed.pop(device, None)
         bisect.insort(self._free, device, key=self._order.__getitem__)
 
@@ -186,24 +230,40 @@ class Controller:
         if task.state is TaskState.PENDING:
             self._dequeue(task)
             self._note(Stopped(task=task.name, attempt=task.attempt, step=task.saved_step))
-        elif self._busy.get(task.device) == task.name:
+        elif task.state is TaskState.RUNNING:
             self._stopping.add(task.name)
-            self._halt(task.device)
+            self._halt(task)
 
-    def _halt(self, device: str) -> None:
-        if device not in self._halting:
-            self._halting[device] = self._backend.now_s() + _HALT_S
-            self._backend.halt(device)
+    def _halt(self, task: TaskRecord) -> None:
+        leader = task.devices[0]
+        if leader not in self._patience:
+            self._patience[leader] = self._backend.now_s() + _HALT_S
+            self._backend.halt(leader)
 
     def _lose_patience(self) -> None:
-        """A task that cannot save itself in time is ended; its last checkpoint stands."""
+        """What does not leave in time is ended; the last checkpoint stands."""
         now_s = self._backend.now_s()
-        for device, until_s in list(self._halting.items()):
-            if now_s > until_s:
-                self._backend.kill(device)
-                task = self.record.tasks[self._busy[device]]
-                self._release(device)
-                self._after_halt(task)
+        for seat, (until_s, reason) in list(self._suspected.items()):
+            if now_s > until_s:  # nobody came forward: the process may have been too slow to die
+                task = self.record.tasks[seat.task]
+                del self._suspected[seat]
+                if seat not in self._over and (task.state, task.attempt) == (TaskState.RUNNING, seat.attempt):
+                    self._lose(task.devices[0], task, WorkerLost(reason=reason, retry=True))
+                    self._over.add(seat)
+                    self._end_all(seat)
+        for device, until_s in list(self._patience.items()):
+            if now_s > until_s and device in self._busy:
+                seat = self._busy[device]
+                halting = seat not in self._over
+                self._over.add(seat)
+                self._end_all(seat)
+                if halting:
+                    self._after_halt(self.record.tasks[seat.task])
+
+    def _end_all(self, seat: _Seat) -> None:
+        for device in [one for one, its in self._busy.items() if its == seat]:
+            self._backend.kill(device)
+            self._release(device)
 
     def _end(self) -> RunState:
         states = {task.state for task in self.record.tasks.values()}

@@ -38,11 +38,11 @@ class RunResumed:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A task was given to a device."""
+    """A task was given to devices; the first leads."""
 
     task: str
     attempt: int
-    device: str
+    devices: tuple[str, ...]
 
 
 @register

@@ -13,8 +13,8 @@ from typing import Any
 from rota.sweep import Sweep
 from rota.task import Task
 
-# How long to wait or how often to save does not change what is trained.
-_FREE_FIELDS = {"setup_timeout_s", "step_timeout_s", "checkpoint_every"}
+# How long to wait, how often to save and on how many devices does not change what is trained.
+_FREE_FIELDS = {"setup_timeout_s", "step_timeout_s", "checkpoint_every", "strategy", "devices"}
 
 
 def describe(task: Task) -> dict[str, Any]:
@@ -22,8 +22,9 @@ def describe(task: Task) -> dict[str, Any]:
     facts = {
         field.name: getattr(task, field.name)
         for field in fields(task)
-        if field.name != "settings" and not callable(getattr(task, field.name))
+        if field.name not in ("settings", "strategy") and not callable(getattr(task, field.name))
     }
+    facts["strategy"] = getattr(task.strategy, "__name__", None) or str(task.strategy)
     settings = {str(key): _jsonable(value) for key, value in task.settings.items()}
     return {**facts, "settings": settings}
 
@@ -35,12 +36,12 @@ def digest(sweep: Sweep) -> str:
         facts = {key: value for key, value in describe(task).items() if key not in _FREE_FIELDS}
         total.update(json.dumps(facts, sort_keys=True, default=repr).encode())
         for name in ("model", "data", "loss", "optimizer", "lr_schedule"):
-            for part in _code_parts(getattr(task, name), seen=set()):
+            for part in code_parts(getattr(task, name), seen=set()):
                 total.update(part.encode())
     return total.hexdigest()
 
 
-def _code_parts(function: Any, seen: set[int]) -> Iterator[str]:
+def code_parts(function: Any, seen: set[int]) -> Iterator[str]:
     """What a function does, as far as it can be told without running it."""
     code = getattr(function, "__code__", None)
     if code is None or id(code) in seen:
@@ -55,7 +56,7 @@ def _code_parts(function: Any, seen: set[int]) -> Iterator[str]:
             value = cell.cell_contents
         except ValueError:  # not yet assigned
             continue
-        yield from _code_parts(value, seen) if isinstance(value, Callable) else iter([_plain(value)])  # type: ignore[arg-type]
+        yield from code_parts(value, seen) if isinstance(value, Callable) else iter([_plain(value)])  # type: ignore[arg-type]
 
 
 def _of_code(code: types.CodeType) -> Iterator[str]:

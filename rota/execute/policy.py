@@ -19,6 +19,8 @@ class Waiting:
     """Its place in the sweep."""
     batches: float
     """How many batches it has still to train on; infinite if that is not known yet."""
+    width: int = 1
+    """How many devices it gets."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -28,10 +30,10 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A decision: this task starts on this device now."""
+    """A decision: this task starts on these devices now."""
 
     task: str
-    device: str
+    devices: tuple[str, ...]
 
 
 class Policy(Protocol):
@@ -43,18 +45,26 @@ class Policy(Protocol):
 
 
 class LongestFirst:
-    """One device for each task, the one with the most batches left first.
+    """The task with the most batches left first, on as many devices as it wants.
 
-    With equal devices and equal batches the makespan is at most 4/3 of the best.
+    With equal devices and equal batches on one device each, the makespan is at most 4/3 of the best. A task that wants
+    more devices than are free is waited for, so that narrower ones cannot keep it out for ever.
     """
 
     def decide(self, waiting: Sequence[Waiting], free: Sequence[str]) -> Sequence[Launch]:
-        """Pair the longest tasks with the free devices."""
-        return [Launch(task=task.name, device=device) for task, device in zip(waiting, free, strict=False)]
+        """Give the longest tasks the free devices."""
+        decisions = []
+        left = list(free)
+        for task in waiting:
+            if task.width > len(left):
+                break
+            decisions.append(Launch(task=task.name, devices=tuple(left[: task.width])))
+            del left[: task.width]
+        return decisions
 
 
-def waiting(task: TaskRecord) -> Waiting:
+def waiting(task: TaskRecord, width: int = 1) -> Waiting:
     """How the policy sees a task. A task of unknown length goes first: it may be the longest."""
     steps = task.remaining_steps
     batches = math.inf if steps is None else float(steps * task.facts.get("accumulate", 1))
-    return Waiting(name=task.name, index=task.index, batches=batches)
+    return Waiting(name=task.name, index=task.index, batches=batches, width=width)

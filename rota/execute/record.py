@@ -41,7 +41,8 @@ class TaskRecord:
     attempt: int = 0
     losses: int = 0
     """Workers lost since the run was begun or resumed."""
-    device: str = ""
+    devices: tuple[str, ...] = ()
+    """Where it runs now."""
     step: int = 0
     saved_step: int = 0
     total_steps: int | None = None
@@ -150,8 +151,8 @@ class RunRecord:
     def _apply_to(self, task: TaskRecord, event: Any, time_s: float) -> None:
         if isinstance(event, Launched):
             _move(task, TaskState.RUNNING)
-            task.attempt, task.device = event.attempt, event.device
-            task.spans.append(Span(device=event.device, attempt=event.attempt, begin_s=time_s))
+            task.attempt, task.devices = event.attempt, tuple(event.devices)
+            task.spans += [Span(device=one, attempt=event.attempt, begin_s=time_s) for one in event.devices]
         elif isinstance(event, Began):
             task.step = task.saved_step = event.from_step
             task.total_steps, task.parameters = event.total_steps, event.parameters
@@ -190,7 +191,7 @@ class RunRecord:
         else:
             task.reason = event.reason
             _move(task, TaskState.FAILED)
-        task.device = ""
+        task.devices = ()
 
     def _find(self, name: str) -> TaskRecord:
         if name not in self.tasks:
@@ -207,14 +208,14 @@ def _interrupt(task: TaskRecord, *, time_s: float) -> None:
     """It waits again, on no device."""
     _close(task, time_s=time_s, end="interrupted")
     _move(task, TaskState.PENDING)
-    task.device = ""
+    task.devices = ()
 
 
 def _leave(task: TaskRecord, state: TaskState, time_s: float) -> None:
     if task.state is TaskState.RUNNING:
         _close(task, time_s=time_s, end=state.value)
     _move(task, state)
-    task.device = ""
+    task.devices = ()
 
 
 def _move(task: TaskRecord, state: TaskState) -> None:
@@ -226,7 +227,7 @@ def _move(task: TaskRecord, state: TaskState) -> None:
 def _close(task: TaskRecord, *, time_s: float, end: str) -> None:
     if task.state is not TaskState.RUNNING:
         raise StoreError(f"the journal ends task {task.name!r} on a device while it is {task.state}, which cannot be")
-    span = task.spans[-1]
-    span.end = end
-    if span.end_s is None:
-        span.end_s = time_s
+    for span in task.spans[-len(task.devices) :]:
+        span.end = end
+        if span.end_s is None:
+            span.end_s = time_s

@@ -10,13 +10,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rota.cluster import Cluster, local
 from rota.cluster.discover import available_cores
 from rota.errors import InputError, RunMismatchError
+from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
@@ -56,6 +57,8 @@ class RunOptions:
     """Whether failed tasks of a resumed run are tried again."""
     allow_changes: bool = False
     """Whether a run may be resumed although its sweep has changed."""
+    strategy: str | None = None
+    """How all tasks run on their devices, instead of what they say."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
@@ -73,6 +76,7 @@ def run(
     progress: bool = True,
     retry_failed: bool = False,
     allow_changes: bool = False,
+    strategy: str | None = None,
 ) -> Result:
     """Train every task of a sweep and return the result.
 
@@ -88,6 +92,7 @@ def run(
         progress=progress,
         retry_failed=retry_failed,
         allow_changes=allow_changes,
+        strategy=strategy,
     )
     result = run_source(lambda: Source(sweep=sweep), options)
     if result.state is RunState.INTERRUPTED:
@@ -103,15 +108,19 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
         backend = stack.enter_context(contextlib.closing(LocalBackend(cluster)))
-        backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
+        if options.strategy is None:
+            backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
         source = load()
+        source = replace(source, sweep=preflight.resolve(source.sweep, strategy=options.strategy))
+        widths = preflight.widths(source.sweep, cluster)
+        preflight.check(source.sweep, widths, cluster)
         folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
         if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
             stack.enter_context(folder.held())
         record = _begin_or_resume(folder, source, cluster, options)
         if any(task.state is TaskState.PENDING for task in record.tasks.values()):
-            _carry_out(folder, source.sweep, record, cluster, backend, options)
+            _carry_out(folder, source.sweep, record, cluster, backend, options, widths)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)
 
@@ -189,6 +198,7 @@ def _carry_out(
     cluster: Cluster,
     backend: LocalBackend,
     options: RunOptions,
+    widths: dict[str, int],
 ) -> None:
     journal = Journal(folder.journal)
     try:
@@ -200,6 +210,7 @@ def _carry_out(
                 folder=folder,
                 backend=backend,
                 devices=[device.name for device in cluster.devices],
+                widths=widths,
                 retries=options.retries,
                 observer=observer,
             )

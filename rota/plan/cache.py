@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rota.errors import InputError, PlanError
 from rota.graph.capture import Loss, capture
 from rota.graph.graph import Graph
 from rota.plan.plan import Plan
@@ -16,7 +17,12 @@ from rota.plan.program import Program
 
 
 class Programs:
-    """The programs of one model under one strategy, for all the shapes and modes that come up."""
+    """The programs of one model under one strategy, for all the shapes and modes that come up.
+
+    Parameters and buffers stay where the first program keeps them: what they are used for changes from batch to batch,
+    where they are does not. A batch that the strategy refuses, such as a last one with too few samples, is computed on
+    one device.
+    """
 
     def __init__(
         self,
@@ -25,27 +31,55 @@ class Programs:
         strategy: Callable[[Graph], Plan],
         *,
         most: int = 32,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._model = model
         self._loss = loss
         self._strategy = strategy
         self._most = most
+        self._notice = notice
         self._known: OrderedDict[Any, Program] = OrderedDict()
+        self._first: Program | None = None
         self.compiled = 0
         """How many programs were compiled so far."""
 
-    def of(self, batch: Any) -> Program:
+    def of(self, batch: Any, *, backward: bool = True, graph: Graph | None = None) -> Program:
         """The program for a batch, in the modes (train or eval) that the model is in, and with what it trains now."""
         modes = tuple(module.training for module in self._model.modules())
         trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        key = (modes, trained, shape_of(batch))
+        key = (modes, trained, backward, shape_of(batch))
         if key not in self._known:
-            self._known[key] = self._strategy(capture(self._model, batch, self._loss)).compile()
+            self._known[key] = self._compile(graph or capture(self._model, batch, self._loss), backward)
+            self._first = self._first or self._known[key]
             self.compiled += 1
             if len(self._known) > self._most:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
+
+    def _compile(self, graph: Graph, backward: bool) -> Program:
+        first = self._first
+        if first is None:
+            return self._strategy(graph).compile()
+        try:
+            return _kept_in_place(self._strategy(graph), first, backward).compile()
+        except (InputError, PlanError) as error:
+            self._notice(f"a batch of another shape is computed on one device, because {error}")
+            plan = Plan(graph, devices=first.devices)
+            plan.assign(graph.ops, 0)
+            return _kept_in_place(plan, first, backward).compile()
+
+
+def _kept_in_place(plan: Plan, first: Program, backward: bool) -> Plan:
+    """The plan with everything stored where the first program has it."""
+    for name, layout in first.stored.items():
+        if name in plan.graph.tensors and plan.refined.factors[name] == first.refined.factors[name]:
+            plan.store(name, layout, gather="use" if name in plan.gathered_for_use else "step")
+        elif name in plan.graph.tensors:
+            raise InputError(f"the views of {name} differ from those of the first batch")
+    if not backward:
+        plan.forward_only()
+    return plan
 
 
 def shape_of(batch: Any) -> tuple[Any, ...]:

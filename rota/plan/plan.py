@@ -189,14 +189,14 @@ class Plan:
                 self.order_edges.append((one, other))
 
     def store(self, parameter: str, layout: Layout | Mapping[int, Box], *, gather: Gather = "step") -> None:
-        """Keep a parameter, its gradient and its moments in these pieces between steps, wherever it is used.
+        """Keep a parameter (or buffer), its gradient and its moments in these pieces between steps.
 
         It is brought to where it is used once in a step (`gather="step"`, ZeRO stage 1 and 2), or for each use in the
         forward and the backward pass, and dropped after it (`gather="use"`, ZeRO stage 3 and FSDP).
         """
         tensor = self.graph.tensors.get(self.graph.aliases.get(parameter, parameter))
-        if tensor is None or tensor.role is not Role.PARAMETER:
-            raise InputError(f"{parameter!r} is not a parameter of the model")
+        if tensor is None or tensor.role not in (Role.PARAMETER, Role.BUFFER):
+            raise InputError(f"{parameter!r} is not a parameter or buffer of the model")
         if gather not in ("step", "use"):
             raise InputError(f"a parameter is gathered for a 'step' or for each 'use', not {gather!r}")
         if isinstance(layout, Mapping):
@@ -209,6 +209,11 @@ class Plan:
                 raise PlacementError(f"{parameter} cannot be stored on device {piece.device}; there is none")
         self.stored[tensor.name] = layout
         (self.gathered_for_use.add if gather == "use" else self.gathered_for_use.discard)(tensor.name)
+
+    def forward_only(self) -> None:
+        """Leave the backward pass out, and what was said about its order: for validation."""
+        self.backward = False
+        self.order_edges = [edge for edge in self.order_edges if not any(moment.backward for moment in edge)]
 
     def compile(self, *, memory_bytes: int | None = None, reference: bool = False) -> Program:
         """Phase 3: derive all communication, order everything, and check the result by replaying it."""

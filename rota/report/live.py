@@ -129,7 +129,7 @@ def _row(task: TaskRecord) -> list[Text]:
     cells = [
         task.name,
         task.state.value,
-        task.device,
+        ", ".join(task.devices),
         steps(task),
         metric(task.metrics.get("train/loss")),
         metric(task.metrics.get("valid/loss")),
@@ -183,7 +183,7 @@ def _remark(record: RunRecord, event: Event) -> str:
 
 def _plain_line(record: RunRecord, event: Event) -> str:
     if isinstance(event, Launched):
-        return f"{event.task}: started on {event.device}"
+        return f"{event.task}: started on {', '.join(event.devices)}"
     if isinstance(event, Began) and event.from_step:
         return f"{event.task}: going on from step {event.from_step}"
     if isinstance(event, Finished):

@@ -27,7 +27,7 @@ def run_summary(result: Result) -> dict[str, Any]:
                 "name": task.name,
                 "state": task.state.value,
                 "settings": task.settings,
-                "device": task.device,
+                "devices": list(task.devices),
                 "step": task.step,
                 "total_steps": task.total_steps,
                 "saved_step": task.saved_step,

@@ -62,6 +62,12 @@ class DeviceRun:
                     part = torch.nn.Parameter(part)
                 self.values[value] = part
 
+    def adopt(self, other: DeviceRun) -> None:
+        """Use the pieces that another program of the same model holds on this device, the very tensors."""
+        for (name, box), value in self._stored.items():
+            if (name, box) in other._stored:
+                self.values[value] = other.stored(name, box)
+
     def parameters(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
         """The pieces of the parameters that are trained."""
         for (name, box), value in self._stored.items():
@@ -94,10 +100,15 @@ class DeviceRun:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad * scale.to(parameter.grad.dtype)
 
-    def hand_over_gradients(self) -> None:
-        """Give each piece its gradient, for an optimizer."""
+    def hand_over_gradients(self, *, divisor: int = 1) -> None:
+        """Add to the gradient of each piece, for an optimizer."""
         for name, piece, parameter in self.parameters():
-            parameter.grad = self.gradient(name, piece.box)
+            gradient = self.gradient(name, piece.box)
+            if gradient is None:
+                continue
+            if divisor > 1:
+                gradient = gradient / divisor
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     # ---- a step ----
 
@@ -210,12 +221,16 @@ class DeviceRun:
             self._summed.add(value)
 
 
-def check_state(program: Program, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def check_state(
+    program: Program, state: Mapping[str, torch.Tensor], *, held: frozenset[str] = frozenset()
+) -> Mapping[str, torch.Tensor]:
     """The state under the names of the graph; InputError if something is missing, or not what was captured."""
     if isinstance(state, Mapping):  # tied parameters may come under any of their names
         others = {name: state[alias] for alias, name in program.refined.graph.aliases.items() if alias in state}
         state = {**others, **state}
     for name, layout in program.stored.items():
+        if name in held:
+            continue
         if not isinstance(state, Mapping) or name not in state:
             raise InputError(f"the state has no {name}, which the program keeps on device {layout[0].device}")
         tensor, given = program.refined.graph.tensors[name], state[name]

@@ -44,6 +44,7 @@ class Engine:
         state: Mapping[str, torch.Tensor],
         *,
         rank: int,
+        beside: Engine | None = None,
         groups: comm.Groups | None = None,
         seed: int = 0,
         plain_random: bool = False,
@@ -67,9 +68,14 @@ class Engine:
         self._next_receive = 0
         self._pending: dict[Value, tuple[comm.Pending, Callable[[], None]]] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        state = check_state(program, state)
+        held: frozenset[str] = frozenset()
+        if beside is not None:  # another program of the same model on the same pieces
+            self.device.adopt(beside.device)
+            held = frozenset(beside.program.stored)
+        state = check_state(program, state, held=held)
         for name in program.stored:
-            self.device.load(name, state[name].detach())
+            if name not in held:
+                self.device.load(name, state[name].detach())
 
     # ---- a step ----
 
@@ -104,22 +110,44 @@ class Engine:
                 found[metric] = self.device.values[result.value]
         return found
 
+    def gives_free_output(self, metric: str) -> bool:
+        """Whether this device tells a metric that none computes: a constant, a tensor of the batch, or a parameter."""
+        name = self._graph.outputs[metric]
+        if name in self.program.results:
+            return False
+        return self.rank == (self.program.stored[name][0].device if name in self.program.stored else 0)
+
+    def free_output(self, metric: str) -> torch.Tensor:
+        """Such a metric, on a device that has it."""
+        name = self._graph.outputs[metric]
+        if name in self.program.stored:
+            return self.device.stored(name, self.program.stored[name][0].box)
+        return self.device.free(name)
+
     def train(self, batch: Any, *, step: int = 0, max_norm: float | None = None) -> dict[str, torch.Tensor]:
         """One step of training; the metrics that ended up on this device."""
         # Gradients are dropped now and not after the last step: memory that goes back to the system comes back slowly.
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
+        outputs = self.run(batch, step=step)
+        self.device.hand_over_gradients()
+        self.clip(max_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        return outputs
+
+    def run(self, batch: Any, *, step: int = 0) -> dict[str, torch.Tensor]:
+        """Run a batch; the metrics that ended up on this device. Gradients wait until they are handed over."""
         self.device.clear()
         self.execute(batch, step=step)
-        outputs = self.outputs()
-        self.device.hand_over_gradients()
+        return self.outputs()
+
+    def clip(self, max_norm: float | None) -> None:
+        """Scale the gradients so that their norm over all devices is at most this."""
         if max_norm is not None:
             squares = self.device.squared_gradients()
             dist.all_reduce(squares)
             self.device.clip(squares.sqrt(), max_norm)
-        if self._optimizer is not None:
-            self._optimizer.step()
-        return outputs
 
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:
         """Give this device an optimizer over its pieces."""

@@ -6,11 +6,13 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from rota.errors import CheckpointError, RotaError, TaskError
+from rota.errors import CheckpointError, PeerError, RotaError, TaskError
+from rota.runtime.executor import Eager, Executor, Parts
+from rota.runtime.gang import Gang
 from rota.runtime.messages import Began, Finished, Halted, Noticed, Report, Saved
 from rota.runtime.metrics import MetricsLog
 from rota.runtime.training import Training
@@ -48,19 +50,31 @@ class Loop:
     """One attempt at a task."""
 
     def __init__(
-        self, task: Task, *, attempt: int, folder: Path, device: torch.device, surroundings: Surroundings
+        self,
+        task: Task,
+        *,
+        attempt: int,
+        folder: Path,
+        device: torch.device,
+        surroundings: Surroundings,
+        gang: Gang | None = None,
+        memory_bytes: int = 0,
     ) -> None:
         self._task = task
         self._attempt = attempt
         self._folder = folder
         self._device = device
         self._outside = surroundings
+        self._gang = gang
+        self._leads = gang is None or gang.leads
+        self._memory_bytes = memory_bytes
         self._metrics = MetricsLog(task.name, attempt, surroundings.report)
         self._writer = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
         self._saved_at_s = time.perf_counter()
         self._saved_at_step = 0
         self._committed_step = 0
         self._write_failures = 0
+        self._total_steps = 0
         self.step = 0
         """The last step taken, for the report of a failure."""
 
@@ -71,7 +85,7 @@ class Loop:
             return self._train(training)
         except RotaError as error:
             self._metrics.flush()
-            if isinstance(error, TaskError):
+            if isinstance(error, TaskError | PeerError):
                 raise
             raise TaskError(str(error)) from error
         finally:
@@ -79,14 +93,17 @@ class Loop:
             self._writer.wait()
 
     def _prepare(self) -> Training:
-        training = Training(self._task, device=self._device, watch=self._watch_setup)
+        training = Training(self._task, device=self._device, watch=self._watch_setup, choose=self._choose)
+        if self._gang is not None:
+            with self._watch_setup("waiting for the other devices of the task"):
+                self._gang.meet(timeout_s=self._task.setup_timeout_s)
         with self._watch_setup("restoring the checkpoint"):
-            files.remove_leftovers(self._folder)
-            found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=self._notice)
+            found = self._restore()
             if found is not None:
                 training.load_state_dict(found.tree["training"], notice=self._notice)
                 self._metrics.load_state_dict(found.tree["metrics"])
         self.step = self._saved_at_step = self._committed_step = training.step
+        self._total_steps = training.total_steps
         self._outside.report(
             Began(
                 task=self._task.name,
@@ -100,6 +117,36 @@ class Loop:
         self._metrics.restart_clock()
         return training
 
+    def _restore(self) -> checkpoint.Checkpoint | None:
+        """The last checkpoint. The leader clears up first, so that all find the same one."""
+        if self._leads:
+            files.remove_leftovers(self._folder)
+            found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=self._notice)
+        if self._gang is not None and self._gang.size > 1:
+            self._gang.agree(True)
+            if not self._leads:
+                found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=lambda text: None)
+        return found
+
+    def _choose(self, parts: Parts, batch: Any) -> Executor:
+        if self._gang is None:
+            return Eager(parts)
+        from rota.runtime.choose import choose
+
+        training_steps = self._total_steps - self.step
+        return choose(
+            parts,
+            batch,
+            gang=self._gang,
+            steps=training_steps,
+            memory_bytes=self._memory_bytes,
+            notice=self._notice if self._leads else (lambda text: None),
+        )
+
+    def _agree(self, *wishes: bool) -> tuple[bool, ...]:
+        """What depends on this process's clock or on the user is decided by the leader, for all."""
+        return wishes if self._gang is None else self._gang.agree(*wishes)
+
     def _train(self, training: Training) -> Finished | Halted:
         first = training.step
         while True:
@@ -109,11 +156,13 @@ class Loop:
                 self._metrics.restart_clock()
                 if valid is not None:
                     self._metrics.add(training.step, valid)
-            if self._outside.halt_requested():
+            due = training.batches == 0 and self._save_is_due(training.step)
+            halt, save = self._agree(self._outside.halt_requested(), due)
+            if halt:
                 return self._halt(training)
             if training.step >= training.total_steps:
                 return self._finish(training)
-            if training.batches == 0 and self._save_is_due(training.step):
+            if save:
                 self._save(training)
             if training.step == first:  # the first batch may have to open files or compile
                 with self._watch_setup(f"step {training.step + 1}"):
@@ -136,20 +185,21 @@ class Loop:
         cost_s = self._writer.copy_s + (last.write_s if last is not None else 0.0)
         return time.perf_counter() - self._saved_at_s >= max(_SAVE_EVERY_S, cost_s / _SAVE_SHARE)
 
-    def _save(self, training: Training) -> None:
-        self._metrics.confirm(self._outside.confirmed_number())
-        self._writer.submit(
-            {"training": training.state_dict(), "metrics": self._metrics.state_dict()}, step=training.step
-        )
+    def _save(self, training: Training) -> dict[str, Any] | None:
+        """Hand the state to the writer; it is returned, where there is any."""
+        state = training.state_dict()
+        if state is not None:
+            self._metrics.confirm(self._outside.confirmed_number())
+            self._writer.submit({"training": state, "metrics": self._metrics.state_dict()}, step=training.step)
         self._saved_at_step = training.step
         self._saved_at_s = time.perf_counter()
+        return state
 
-    def _save_and_wait(self, training: Training) -> Written:
+    def _save_and_wait(self, training: Training) -> dict[str, Any] | None:
         self._writer.wait()
-        self._save(training)
+        state = self._save(training)
         self._writer.wait()
-        assert self._writer.last is not None
-        return self._writer.last
+        return state
 
     def _halt(self, training: Training) -> Halted:
         self._outside.watch("saving", limit_s=None, retry=False, step=training.step)
@@ -159,10 +209,12 @@ class Loop:
     def _finish(self, training: Training) -> Finished:
         self._outside.watch("writing the model", limit_s=None, retry=False, step=training.step)
         # The checkpoint first: whatever is killed from here on finds the last step done.
-        written = self._save_and_wait(training)
-        if written.error is not None:
+        state = self._save_and_wait(training)
+        written = self._writer.last
+        if written is not None and written.error is not None:
             raise CheckpointError(f"{written.error}; make room and run `rota resume --failed`")
-        checkpoint.write_model(self._folder / MODEL_FILE, training.model)
+        if state is not None:
+            checkpoint.write_model(self._folder / MODEL_FILE, state["model"])
         metrics = dict(training.last)
         if training.best is not None:
             metrics |= {"best/loss": training.best["loss"], "best/step": training.best["step"]}
@@ -183,7 +235,7 @@ class Loop:
 
     def _interrupts_validation(self, step: int) -> bool:
         self._watch_step(f"validation after step {step}", step)
-        return self._outside.halt_requested()
+        return self._agree(self._outside.halt_requested())[0]
 
     # ---- telling ----
 

@@ -20,6 +20,9 @@ class Train:
     """Where the task's checkpoints and model are kept."""
     import_path: tuple[str, ...]
     """The controller's `sys.path`, for the modules that the task's code imports."""
+    rank: int = 0
+    """This worker's place among those that train the task together; the first leads."""
+    size: int = 1
 
 
 @register
@@ -148,6 +151,18 @@ class Halted:
 
 @register
 @dataclass(frozen=True, kw_only=True)
+class Left:
+    """A worker that followed another is done with the task; the leader says how it ended."""
+
+    task: str
+    attempt: int
+    peer_gone: bool = False
+    """It left because another process was gone, which that process or its death explains."""
+    reason: str = ""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """The task cannot go on, and trying again would not help."""
 
@@ -161,4 +176,4 @@ class Failed:
 
 
 Command = Train | Halt | Stored | Shutdown
-Report = Ready | Beat | Began | Measured | Saved | Noticed | Finished | Halted | Failed
+Report = Ready | Beat | Began | Measured | Saved | Noticed | Finished | Halted | Left | Failed

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from rota.errors import CheckpointError, DivergedError, TaskError
+from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
+from rota.runtime.executor import Eager, Executor, Parts, check_finite
 from rota.runtime.user_code import calling
 from rota.state import rng
 from rota.task import Data, Task
@@ -19,11 +19,16 @@ from rota.task import Data, Task
 Watch = Callable[[str], AbstractContextManager[None]]
 """Told what is about to be called, so that a hang can be named."""
 
+Choose = Callable[[Parts, Any], Executor]
+
 
 class Training:
     """Holds everything that the next step depends on."""
 
-    def __init__(self, task: Task, *, device: torch.device, watch: Watch | None = None) -> None:
+    def __init__(
+        self, task: Task, *, device: torch.device, watch: Watch | None = None, choose: Choose | None = None
+    ) -> None:
+        """`choose` says how batches are run, when the first is there."""
         self.task = task
         self.device = device
         watch = watch or (lambda what: contextlib.nullcontext())
@@ -47,6 +52,9 @@ class Training:
                 lambda: make_schedule(self.optimizer),
                 torch.optim.lr_scheduler.LRScheduler,
             )
+        self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device)
+        self._choose: Choose = choose or (lambda parts, batch: Eager(parts))
+        self._run: Executor | None = None
         with calling("the data factory"):
             self.cursor: Cursor = training_cursor(self.data, seed=task.seed)
         self.total_steps = _count_steps(task, self.cursor)
@@ -67,34 +75,27 @@ class Training:
 
     def train_batch(self) -> dict[str, float] | None:
         """Train on one batch. The step's metrics, if this batch completed a step, else None."""
-        task = self.task
         with calling("reading the training data"):
             batch, _ = self.cursor.next()
+        if self._run is None:
+            self._run = self._choose(self.parts, batch)
         if self.batches == 0:
-            self.optimizer.zero_grad()
+            self._run.zero_grad()
         with calling("the loss function"):
-            outputs = self._outputs(batch)
-            loss = outputs["loss"]
-            if not loss.requires_grad:
-                raise TaskError(
-                    "the loss has no gradient: it does not depend on a parameter that requires one; "
-                    "compute it from the model's output, with at least one parameter not frozen"
-                )
-            (loss / task.accumulate if task.accumulate > 1 else loss).backward()
-            # Numbers last: on a GPU, asking for one waits for everything before it.
-            for name, value in self._numbers(outputs).items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
+            metrics = self._run.backward(batch, number=self.step * self.task.accumulate + self.batches)
+            check_finite(metrics, kind="training", step=self.step + 1)
+        for name, value in metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
         self.batches += 1
-        if self.batches < task.accumulate:
+        if self.batches < self.task.accumulate:
             return None
         return self._take_step()
 
     def _take_step(self) -> dict[str, float]:
         task = self.task
+        assert self._run is not None
         with calling("the optimizer"):
-            if task.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), task.clip_norm)
-            self.optimizer.step()
+            self._run.update()
         if self.lr_schedule is not None and not self._schedule_wants_metric():
             with calling("the lr_schedule"):
                 self.lr_schedule.step()
@@ -119,7 +120,9 @@ class Training:
                     if interrupted():
                         rng.set_state(before, self.device)
                         return None
-                    for name, value in self._numbers(self._outputs(batch)).items():
+                    metrics = self._executor.measure(batch)
+                    check_finite(metrics, kind="validation", step=self.step)
+                    for name, value in metrics.items():
                         sums[name] = sums.get(name, 0.0) + value * size
                     samples += size
         finally:
@@ -139,70 +142,23 @@ class Training:
     def _schedule_wants_metric(self) -> bool:
         return isinstance(self.lr_schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
-    def _outputs(self, batch: Any) -> dict[str, Any]:
-        """What the loss function gives, with a scalar tensor as "loss"."""
-        batch = self._place(batch)
-        if self.task.precision == "bfloat16":
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                result = self.task.loss(self.model, batch)
-        else:
-            result = self.task.loss(self.model, batch)
-        outputs = result if isinstance(result, dict) else {"loss": result}
-        loss = outputs.get("loss")
-        if not isinstance(loss, torch.Tensor):
-            found = f"a {type(loss).__name__}" if "loss" in outputs else "a dict without it"
-            raise TaskError(f"the loss function must return a scalar tensor, or a dict with one as 'loss', not {found}")
-        if loss.numel() != 1:
-            raise TaskError(
-                f"the loss must be a scalar, and has shape {tuple(loss.shape)}; end the loss function with .mean()"
-            )
-        return outputs
-
-    def _numbers(self, outputs: dict[str, Any]) -> dict[str, float]:
-        """The metrics as numbers. DivergedError if the loss is not finite."""
-        metrics = {name: _as_number(name, value) for name, value in outputs.items()}
-        if not math.isfinite(metrics["loss"]):
-            kind = "training" if self.model.training else "validation"
-            at = self.step + 1 if self.model.training else self.step
-            raise DivergedError(
-                f"the {kind} loss became {metrics['loss']} at step {at}; try a lower learning rate, or clip_norm",
-                step=at,
-            )
-        return metrics
-
-    def _place(self, value: Any) -> Any:
-        """Move a batch to the device, and to double precision where the task asks for it."""
-        if self.device.type == "cpu" and self.task.precision != "float64":
-            return value
-        if isinstance(value, torch.Tensor):
-            double = self.task.precision == "float64" and value.is_floating_point()
-            return value.to(device=self.device, dtype=torch.float64 if double else None)
-        if isinstance(value, dict):
-            return {key: self._place(item) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._place(item) for item in value))
-        if isinstance(value, list | tuple):
-            return type(value)(self._place(item) for item in value)
-        return value.to(self.device) if hasattr(value, "to") else value
+    @property
+    def _executor(self) -> Executor:
+        """What runs batches; before the first training batch that is plain PyTorch, in every process."""
+        return self._run if self._run is not None else Eager(self.parts)
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, as a tree of tensors and plain values. Nothing is copied."""
-        weights = self.model.state_dict()
-        # Between steps, the next one clears what the optimizer has; gradients of other parameters stay, as they do in
-        # a plain loop, and count for clipping.
-        cleared = set() if self.batches else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None and id(parameter) not in cleared
-        }
+    def state_dict(self) -> dict[str, Any] | None:
+        """Everything that the next step depends on, as a tree of tensors and plain values; None if another has it."""
+        weights = self._executor.weights(between_steps=self.batches == 0)
+        if weights is None:
+            return None
         return {
-            "model": dict(weights),
-            "buffers": {name: value for name, value in self.model.named_buffers() if name not in weights},
-            "gradients": gradients,
-            "optimizer": self.optimizer.state_dict(),
+            "model": weights.model,
+            "buffers": weights.buffers,
+            "gradients": weights.gradients,
+            "optimizer": weights.optimizer,
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
             "cursor": self.cursor.state_dict(),
             "rng": rng.get_state(self.device),
@@ -215,7 +171,8 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, notice: Callable[[str], None]) -> None:
-        """Go on from where `state_dict` was called."""
+        """Go on from where `state_dict` was called; before the first batch."""
+        assert self._run is None
         try:
             self.model.load_state_dict(state["model"])
             for name, value in self.model.named_buffers():
@@ -260,13 +217,3 @@ def _count_steps(task: Task, cursor: Cursor) -> int:
     if cursor.batches_per_epoch is None:
         raise TaskError("epochs needs training data with a length, and this iterable has none; give steps instead")
     return max(1, task.epochs * cursor.batches_per_epoch // task.accumulate)
-
-
-def _as_number(name: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise TaskError(f"the metric {name!r} must be a scalar, and has shape {tuple(value.shape)}")
-        return float(value.item())
-    if isinstance(value, int | float):
-        return float(value)
-    raise TaskError(f"the metric {name!r} must be a number, not {type(value).__name__}")

@@ -27,13 +27,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rota.errors import DivergedError, MessageError, TaskError
+from rota.errors import DivergedError, MessageError, PeerError, TaskError
 from rota.runtime import channel
-from rota.runtime.messages import Beat, Failed, Finished, Halt, Halted, Ready, Report, Shutdown, Stored, Train
+from rota.runtime.messages import Beat, Failed, Finished, Halt, Halted, Left, Ready, Report, Shutdown, Stored, Train
 from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
 
 if TYPE_CHECKING:
     import torch
+
+    from rota.runtime.gang import Gang
+    from rota.runtime.loop import Loop, Surroundings
 
 BEAT_EVERY_S = 1.0
 
@@ -175,30 +178,85 @@ class Worker:
         from rota.runtime.process_state import preserved
 
         folder = Path(command.folder)
-        outcome: Finished | Halted | Failed
+        outcome: Finished | Halted | Left | Failed
         loop: Loop | None = None
+        gang: Gang | None = None
+        follows = command.rank > 0
+        surroundings: Surroundings = _Follower(self) if follows else self
         try:
-            with _owning(folder), preserved(), _memory_limit(self._settings):
-                _redirect_output(folder / OUTPUT_FILE)
+            owning = contextlib.nullcontext() if follows else _owning(folder)
+            with owning, preserved(), _memory_limit(self._settings):
+                _redirect_output(folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE))
                 sys.path[:] = command.import_path
                 task = _unpickle(payload, command.task)
-                loop = Loop(task, attempt=command.attempt, folder=folder, device=device, surroundings=self)
+                gang = _gang_of(command, task, self._settings.kind)
+                loop = Loop(
+                    task,
+                    attempt=command.attempt,
+                    folder=folder,
+                    device=device,
+                    surroundings=surroundings,
+                    gang=gang,
+                    memory_bytes=self._settings.memory_bytes,
+                )
                 outcome = loop.run()
+                if follows:
+                    outcome = Left(task=command.task, attempt=command.attempt)
         except TaskError as error:
-            diverged = isinstance(error, DivergedError)
-            step = error.step if isinstance(error, DivergedError) else (loop.step if loop else 0)
-            outcome = Failed(
-                task=command.task,
-                attempt=command.attempt,
-                step=step,
-                reason=str(error),
-                diverged=diverged,
-                traceback=error.traceback,
-            )
+            outcome = _failed(command, error, loop)
+        except PeerError as error:
+            outcome = Left(task=command.task, attempt=command.attempt, peer_gone=True, reason=str(error))
         except Exception as error:
             outcome = _unexpected(command, error)
+        del loop
         self._current = None
         self.report(outcome)
+        if gang is not None:  # only now may the others notice: what went wrong here is told before
+            gang.part()
+
+
+class _Follower:
+    """What the loop of a follower may do: it listens to its leader, not to the controller, and reports nothing."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def report(self, report: Report) -> None:
+        """The leader says it."""
+
+    def watch(self, what: str, *, limit_s: float | None, retry: bool, step: int) -> None:
+        """As in every worker: a hang of a follower is a hang."""
+        self._worker.watch(what, limit_s=limit_s, retry=retry, step=step)
+
+    def halt_requested(self) -> bool:
+        """The leader says when."""
+        return False
+
+    def confirmed_number(self) -> int:
+        """Nothing is reported, so nothing is confirmed."""
+        return 0
+
+
+def _gang_of(command: Train, task: Any, kind: str) -> Gang | None:
+    """The gang of a task, or None where plain PyTorch on one device does."""
+    if command.size == 1 and task.strategy in ("auto", "single"):
+        return None
+    from rota.runtime.gang import Gang
+
+    store = Path(command.folder) / f"gang-{command.attempt}"
+    return Gang(rank=command.rank, size=command.size, store=store, kind=kind)
+
+
+def _failed(command: Train, error: TaskError, loop: Loop | None) -> Failed:
+    step = error.step if isinstance(error, DivergedError) else (loop.step if loop else 0)
+    return Failed(
+        task=command.task,
+        attempt=command.attempt,
+        step=step,
+        reason=str(error),
+        diverged=isinstance(error, DivergedError),
+        traceback=error.traceback,
+    )
 
 
 def _unexpected(command: Train, error: Exception) -> Failed:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +111,10 @@ def committed(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
-def write_model(path: Path, model: torch.nn.Module) -> None:
+def write_model(path: Path, weights: Mapping[str, Any]) -> None:
     """Write a model's weights under their plain PyTorch names; tied weights are written under each name."""
     # What a module's get_extra_state gives need not be a tensor; it is in the checkpoint, and not here.
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     try:
         with files.replacing(path) as side:
             save_file(_separate(tensors), side)

@@ -138,6 +138,10 @@ class Recipe:
     microbatches: int | None = None
     """In how many parts a batch is taken, one after another; one if nobody says more."""
 
+    def prepare(self, graph: Graph, degree: int) -> Graph:
+        """The same computation in ops that it can cut; the graph itself if it needs no others."""
+        return graph
+
     def begin(self, plan: Plan, degree: int) -> Chooser:
         """Look at a graph; InputError if it cannot be run in this way."""
         raise NotImplementedError
@@ -182,9 +186,11 @@ class Product:
 
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """A plan on so many devices."""
-        refined = refine(graph)
         degrees = self.degrees(devices)
         axes = list(zip(self.recipes, degrees, strict=True))
+        for recipe, degree in axes:
+            graph = recipe.prepare(graph, degree)
+        refined = refine(graph)
         microbatches = self._microbatches(refined.samples or 1, degrees)
         return lay_out(graph, axes, microbatches=microbatches, devices=devices, refined=refined)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rota.errors import InputError
-from rota.graph.graph import Op
+from rota.graph.graph import Graph, Op
+from rota.graph.refine import Dim, Refined
+from rota.graph.vocabulary import BLOCK_SCORES, block_classes
 from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.dims import dim_of, paired_families
@@ -18,7 +21,11 @@ class Tensor(Recipe):
 
     sequence: bool = False
     vocabulary: bool = False
-    """Also cut embeddings and the last product along the vocabulary."""
+    """Also cut embeddings, the last product and the loss along the vocabulary."""
+
+    def prepare(self, graph: Graph, degree: int) -> Graph:
+        """With a loss that can be cut along the vocabulary, if that is wished."""
+        return block_classes(graph, degree) if self.vocabulary else graph
 
     def begin(self, plan: Plan, degree: int) -> _Columns:
         """Refused if no product of the model can be cut so often."""
@@ -32,13 +39,13 @@ class _Columns:
         if not self._families and degree > 1:
             raise InputError(f"the model has no heads or columns that can be cut into {degree}; use fewer devices")
         self._sequence = _sequence_families(plan, degree) if sequence else frozenset()
-        self._vocabulary = _vocabulary_families(plan, degree) if vocabulary else frozenset()
+        self._vocabulary = Vocabulary(plan.refined, degree) if vocabulary else None
 
     def choose(self, op: Op) -> Choice:
         """Along heads or columns; else along the sequence, if wished; else copied."""
         dim = dim_of(self._refined, op.name, self._families)
-        if dim is None and op.kind in ("embedding", "linear"):
-            dim = dim_of(self._refined, op.name, self._vocabulary)
+        if dim is None and self._vocabulary is not None:
+            dim = self._vocabulary.dim_of(op)
         if dim is None and op.kind != "scaled_dot_product_attention":
             dim = dim_of(self._refined, op.name, self._sequence)
         return Copy() if dim is None else Cut(dim=dim.name)
@@ -60,13 +67,47 @@ def _sequence_families(plan: Plan, degree: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _vocabulary_families(plan: Plan, degree: int) -> frozenset[int]:
-    """The families that embeddings look rows up in."""
-    return frozenset(
-        plan.dims(op)["v"].family
-        for op in plan.ops(kind="embedding")
-        if "v" in plan.dims(op) and plan.dims(op)["v"].size >= degree
-    )
+class Vocabulary:
+    """The dims that count the rows of large embeddings and the blocks of a loss's classes, which may be the same."""
+
+    def __init__(self, refined: Refined, degree: int) -> None:
+        self._refined = refined
+        self.looked_up = _looked_up(refined, degree)
+        """The families that embeddings look rows up in."""
+        self.scored = frozenset(
+            dim.family
+            for op in refined.graph.find(kind=BLOCK_SCORES)
+            for name, dim in refined.frames[op.name].dims.items()
+            if name == "b" and dim.size >= degree
+        )
+        """The families of blocks of classes."""
+
+    def dim_of(self, op: Op) -> Dim | None:
+        """The dim of the vocabulary along which an op is to be cut.
+
+        From the product to the loss everything is cut. Where a loss has no blocks only the product is, and its scores
+        are gathered. What sums over blocks is left whole: it reads two small tensors, which come in one message.
+        """
+        dim = dim_of(self._refined, op.name, self.scored)
+        if dim is not None and not (dim.reduced and op.kind == "sum"):
+            return dim
+        return dim_of(self._refined, op.name, self.looked_up) if op.kind in ("embedding", "linear") else None
+
+
+def _looked_up(refined: Refined, degree: int) -> frozenset[int]:
+    """Of the largest table and of those that are not much smaller: positions and the like are not worth a message."""
+    graph = refined.graph
+    tables = {op.name: math.prod(graph.tensors[op.inputs[0]].shape) for op in graph.find(kind="embedding")}
+    found = set()
+    for name, elements in tables.items():
+        if elements * _SMALL_TABLE >= max(tables.values()):
+            rows = [dim for word, dim in refined.frames[name].dims.items() if word.partition(".")[0] == "v"]
+            found |= {dim.family for dim in rows[:1] if dim.size >= degree}
+    return frozenset(found)
+
+
+_SMALL_TABLE = 10
+"""A table is small if it has less than one in so many of the elements of the largest."""
 
 
 def tensor(

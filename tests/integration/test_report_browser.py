@@ -192,12 +192,12 @@ def write_report_of(path: Path, *, tasks: int, devices: int = 2) -> Path:
     histories = {}
     for i, name in enumerate(names):
         begin_s, device, attempt = 1e9 + 60 * (i // devices), f"cpu:{i % devices}", 1
-        events.append((begin_s, Launched(task=name, attempt=1, device=device)))
+        events.append((begin_s, Launched(task=name, attempt=1, devices=(device,))))
         if i == 0:
             events.append(
                 (begin_s + 9, Lost(task=name, attempt=1, device=device, reason="it was killed", retried=True))
             )
-            events.append((begin_s + 9, Launched(task=name, attempt=2, device=device)))
+            events.append((begin_s + 9, Launched(task=name, attempt=2, devices=(device,))))
             attempt = 2
         events.append((begin_s + 10, Began(task=name, attempt=attempt, from_step=0, total_steps=900, parameters=12345)))
         rows = [{"step": float(step), "train/loss": 2 + i / 9 + math.exp(-step / 99)} for step in range(1, 901)]

@@ -40,6 +40,13 @@ def sweeps(*, failing: bool = False, most: int = 6) -> st.SearchStrategy[dict[st
 
 
 DEVICES = st.integers(1, 4)
+WIDTHS = st.lists(st.integers(1, 4), min_size=6, max_size=6)
+
+
+def widths_of(planned: dict[str, SimulatedTask], widths: list[int], devices: int) -> dict[str, int]:
+    return {name: min(width, devices) for name, width in zip(planned, widths, strict=False)}
+
+
 FAULTS = st.lists(
     st.builds(
         Fault, time_s=st.floats(0, 60) | st.integers(0, 60), device=st.sampled_from([f"cpu:{i}" for i in range(4)])
@@ -62,8 +69,9 @@ def assert_devices_are_not_shared(record: RunRecord) -> None:
             assert span.end
             assert span.begin_s <= span.end_s
             by_device.setdefault(span.device, []).append(span)
-        for earlier, later in itertools.pairwise(task.spans):  # nor is a task in two places
-            assert earlier.end_s <= later.begin_s
+        for earlier, later in itertools.pairwise(task.spans):  # nor is a task in two places, but for its own gang
+            gang = earlier.attempt == later.attempt and earlier.begin_s == later.begin_s
+            assert gang or earlier.end_s <= later.begin_s
     for spans in by_device.values():
         spans.sort(key=lambda span: (span.begin_s, span.end_s))
         for earlier, later in itertools.pairwise(spans):
@@ -154,15 +162,18 @@ def test_without_faults_every_task_runs_exactly_once(planned, devices, simulate)
 
 
 @settings(max_examples=100)
-@given(planned=sweeps(failing=True), devices=DEVICES, faults=FAULTS, retries=st.integers(0, 3))
-def test_with_any_faults_every_task_ends_and_nothing_is_lost(planned, devices, faults, retries, simulate):
+@given(planned=sweeps(failing=True), devices=DEVICES, faults=FAULTS, retries=st.integers(0, 3), widths=WIDTHS)
+def test_with_any_faults_every_task_ends_and_nothing_is_lost(planned, devices, faults, retries, widths, simulate):
+    wide = widths_of(planned, widths, devices)
     with folder() as root:
         run = simulate(root, planned, devices=devices, faults=faults)
-        ended = run.run(retries=retries)
+        ended = run.run(retries=retries, widths=wide)
+        for name, task in run.record.tasks.items():
+            assert all(sum(span.attempt == n for span in task.spans) == wide[name] for n in range(1, task.attempt + 1))
         for name, task in run.record.tasks.items():
             losses = [event for event in run.events(Lost) if event.task == name]
             assert len(losses) == task.losses <= retries + 1
-            assert task.attempt == len(task.spans)
+            assert task.attempt == len({span.attempt for span in task.spans})
             assert [event.retried for event in losses] == [i < retries for i in range(len(losses))]
             if task.losses == retries + 1:
                 assert task.state is TaskState.FAILED
@@ -216,8 +227,10 @@ def test_the_failure_of_one_task_changes_nothing_for_the_others(planned, fails_a
     devices=DEVICES,
     faults=FAULTS,
     after=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    widths=WIDTHS,
 )
-def test_a_run_interrupted_anywhere_goes_on_with_nothing_lost(planned, devices, faults, after, simulate):
+def test_a_run_interrupted_anywhere_goes_on_with_nothing_lost(planned, devices, faults, after, widths, simulate):
+    wide = widths_of(planned, widths, devices)
     with folder() as root:
         run = simulate(root, planned, devices=devices, faults=faults)
         for events in after:
@@ -228,7 +241,7 @@ def test_a_run_interrupted_anywhere_goes_on_with_nothing_lost(planned, devices, 
                 if left[0] == 0:
                     run.controller.interrupt()
 
-            ended = run.run(observer=observe, retries=20)
+            ended = run.run(observer=observe, retries=20, widths=wide)
             if left[0] > 0:
                 assert ended is not RunState.INTERRUPTED
             else:
@@ -236,7 +249,7 @@ def test_a_run_interrupted_anywhere_goes_on_with_nothing_lost(planned, devices, 
             assert not any(task.state is TaskState.RUNNING for task in run.record.tasks.values())
             assert run.backend._running == {}
             assert_the_journal_tells_the_same(run)
-        run.run(retries=20)
+        run.run(retries=20, widths=wide)
         for name, task in run.record.tasks.items():
             assert task.state is (TaskState.FINISHED if planned[name].fails_at is None else TaskState.FAILED)
         # A halted task saves where it stands, so that only faults cost work.

@@ -19,7 +19,7 @@ from rota.store.journal import Journal, read_events, read_metrics, read_summary
 
 NAMES = st.sampled_from(["a", "b", "c"])
 EVENTS = st.one_of(
-    st.builds(Launched, task=NAMES, attempt=st.integers(1, 9), device=st.text(max_size=5)),
+    st.builds(Launched, task=NAMES, attempt=st.integers(1, 9), devices=st.lists(st.text(max_size=5), max_size=3).map(tuple)),
     st.builds(Noticed, task=NAMES, attempt=st.integers(1, 9), text=st.text(max_size=20)),
     st.builds(Saved, task=NAMES, attempt=st.integers(1, 9), step=st.integers(0, 10**9), write_s=st.floats(0, 9)),
     st.builds(Halted, task=NAMES, attempt=st.integers(1, 9), step=st.integers(0, 10**9)),
@@ -87,7 +87,7 @@ def test_the_summary_amounts_to_the_same_record_as_the_whole(made):
             RunBegan(name="n", source="", source_digest="", sweep_digest="", tasks=tasks, devices=()), time_s=0.0
         )
         for task in "ab":
-            journal.append(Launched(task=task, attempt=1, device=f"cpu:{task}"), time_s=1.0)
+            journal.append(Launched(task=task, attempt=1, devices=(f"cpu:{task}",)), time_s=1.0)
             journal.append(Began(task=task, attempt=1, from_step=0, total_steps=99, parameters=1), time_s=2.0)
         for number, event in enumerate(made):
             journal.append(event, time_s=3.0 + number)

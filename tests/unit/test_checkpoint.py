@@ -350,7 +350,7 @@ def assert_equal_models(a, b):
 @pytest.mark.parametrize("make", [GPT, ResNet, lambda: nn.LSTM(3, 4), lambda: nn.Linear(2, 2).bfloat16()])
 def test_a_model_file_loads_strictly_into_a_fresh_module(tmp_path, make):
     model = make()
-    checkpoint.write_model(tmp_path / "model.safetensors", model)
+    checkpoint.write_model(tmp_path / "model.safetensors", model.state_dict())
     assert_equal_models(load_strictly(tmp_path / "model.safetensors", make()), model)
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
@@ -358,7 +358,7 @@ def test_a_model_file_loads_strictly_into_a_fresh_module(tmp_path, make):
 def test_tied_weights_are_written_under_each_of_their_names(tmp_path):
     model = GPT()
     assert model.head.weight is model.tokens.weight
-    checkpoint.write_model(tmp_path / "model.safetensors", model)
+    checkpoint.write_model(tmp_path / "model.safetensors", model.state_dict())
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert torch.equal(weights["head.weight"], weights["tokens.weight"])
     fresh = load_strictly(tmp_path / "model.safetensors", GPT())
@@ -380,15 +380,15 @@ class Views(nn.Module):
 
 def test_views_of_one_memory_are_written_with_their_own_values(tmp_path):
     model = Views()
-    checkpoint.write_model(tmp_path / "model.safetensors", model)
+    checkpoint.write_model(tmp_path / "model.safetensors", model.state_dict())
     assert_equal_models(load_strictly(tmp_path / "model.safetensors", Views()), model)
 
 
 def test_a_model_that_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch, refused):
     old, path = nn.Linear(2, 2), tmp_path / "model.safetensors"
-    checkpoint.write_model(path, old)
+    checkpoint.write_model(path, old.state_dict())
     monkeypatch.setattr(os, "fsync", full_disk)
-    sentence = refused(checkpoint.write_model, path, nn.Linear(2, 2), error=CheckpointError)
+    sentence = refused(checkpoint.write_model, path, nn.Linear(2, 2).state_dict(), error=CheckpointError)
     monkeypatch.undo()
     assert "no space left on device" in sentence
     assert str(path) in sentence
@@ -406,7 +406,7 @@ class WithExtraState(nn.Linear):
 
 def test_a_model_with_extra_state_is_written_or_refused_with_a_sentence(tmp_path):
     try:
-        checkpoint.write_model(tmp_path / "model.safetensors", WithExtraState(2, 2))
+        checkpoint.write_model(tmp_path / "model.safetensors", WithExtraState(2, 2).state_dict())
     except CheckpointError as error:
         assert "_extra_state" in str(error)  # noqa: PT017
     else:

@@ -11,11 +11,11 @@ from rota.errors import MessageError
 from rota.execute.events import Launched, RunBegan, RunResumed
 from rota.runtime.messages import Beat, Measured, Shutdown
 
-LAUNCHED = {"task": "a", "attempt": 1, "device": "cpu:0"}
+LAUNCHED = {"task": "a", "attempt": 1, "devices": ["cpu:0"]}
 
 
 def test_the_kind_is_the_name_of_the_class_and_the_text_is_its_fields():
-    kind, text = codec.encode(Launched(**LAUNCHED))
+    kind, text = codec.encode(Launched(**LAUNCHED | {"devices": ("cpu:0",)}))
     assert kind == "Launched"
     assert json.loads(text) == LAUNCHED
 
@@ -54,11 +54,11 @@ def test_a_path_with_undecodable_bytes_survives():
         ("Launched", "[]", "not a JSON object"),
         ("Launched", "null", "not a JSON object"),
         ("Launched", '{"task":"a"}', "incomplete"),
-        ("Launched", '{"task":"a","attempt":1,"device":"x","extra":1}', "unknown field 'extra'"),
-        ("Launched", '{"task":1,"attempt":1,"device":"x"}', "Launched.task is int"),
-        ("Launched", '{"task":"a","attempt":true,"device":"x"}', "Launched.attempt is bool"),
-        ("Launched", '{"task":"a","attempt":1.0,"device":"x"}', "Launched.attempt is float"),
-        ("Launched", '{"task":null,"attempt":1,"device":"x"}', "Launched.task is NoneType"),
+        ("Launched", '{"task":"a","attempt":1,"devices":["x"],"extra":1}', "unknown field 'extra'"),
+        ("Launched", '{"task":1,"attempt":1,"devices":["x"]}', "Launched.task is int"),
+        ("Launched", '{"task":"a","attempt":true,"devices":["x"]}', "Launched.attempt is bool"),
+        ("Launched", '{"task":"a","attempt":1.0,"devices":["x"]}', "Launched.attempt is float"),
+        ("Launched", '{"task":null,"attempt":1,"devices":["x"]}', "Launched.task is NoneType"),
         ("Beat", '{"retry":1}', "Beat.retry is int"),
         ("Beat", '{"phase_s":true}', "Beat.phase_s is bool"),
         ("Beat", '{"limit_s":"soon"}', "Beat.limit_s is str"),

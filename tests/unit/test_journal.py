@@ -35,7 +35,7 @@ def measured(*rows, task="a", attempt=1, number=1, latest=None, step_s=1.0):
 
 EVENTS = [
     (1.0, BEGAN),
-    (2.0, Launched(task="a", attempt=1, device="cpu:0")),
+    (2.0, Launched(task="a", attempt=1, devices=("cpu:0",))),
     (3.0, Began(task="a", attempt=1, from_step=0, total_steps=9, parameters=5)),
     (4.0, measured((1, {"train/loss": 0.5}), (2, {"train/loss": 0.25}))),
     (5.5, Noticed(task="a", attempt=1, text="größe\n∑ '\"")),
@@ -179,7 +179,7 @@ def both(path, events):
     return state_of(RunRecord.replay(read_summary(path))), state_of(RunRecord.replay(read_events(path)))
 
 
-LAUNCHED = [EVENTS[0], EVENTS[1], EVENTS[2], (2.0, Launched(task="b", attempt=1, device="cpu:1"))]
+LAUNCHED = [EVENTS[0], EVENTS[1], EVENTS[2], (2.0, Launched(task="b", attempt=1, devices=("cpu:1",)))]
 
 
 def test_the_summary_leaves_out_all_but_the_last_metrics_of_each_task(path):
@@ -235,7 +235,7 @@ def test_the_summary_keeps_metrics_that_were_measured_before_a_loss(path):
             *LAUNCHED,
             (4.0, measured((1, {"train/loss": 1.0, "valid/loss": 0.7}))),
             (5.0, Lost(task="a", attempt=1, device="cpu:0", reason="killed", retried=True)),
-            (6.0, Launched(task="a", attempt=2, device="cpu:0")),
+            (6.0, Launched(task="a", attempt=2, devices=("cpu:0",))),
             (7.0, measured((1, {"train/loss": 1.0}), attempt=2)),
         ],
     )

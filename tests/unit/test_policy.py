@@ -17,14 +17,14 @@ def task_of(**changes):
 def test_the_longest_tasks_get_the_free_devices():
     queue = [Waiting(name=name, index=i, batches=9.0 - i) for i, name in enumerate("abc")]
     assert LongestFirst().decide(queue, ["cpu:1", "cpu:3"]) == [
-        Launch(task="a", device="cpu:1"),
-        Launch(task="b", device="cpu:3"),
+        Launch(task="a", devices=("cpu:1",)),
+        Launch(task="b", devices=("cpu:3",)),
     ]
 
 
 def test_each_device_gets_one_task_and_some_may_get_none():
     queue = [Waiting(name="a", index=0, batches=1.0)]
-    assert LongestFirst().decide(queue, ["cpu:0", "cpu:1"]) == [Launch(task="a", device="cpu:0")]
+    assert LongestFirst().decide(queue, ["cpu:0", "cpu:1"]) == [Launch(task="a", devices=("cpu:0",))]
     assert LongestFirst().decide([], ["cpu:0"]) == []
     assert LongestFirst().decide(queue, []) == []
 

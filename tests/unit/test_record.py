@@ -23,7 +23,7 @@ BEGAN = RunBegan(
     ),
     devices=({"name": "cpu:0"}, {"name": "cpu:1"}),
 )
-LAUNCH = Launched(task="a", attempt=1, device="cpu:0")
+LAUNCH = Launched(task="a", attempt=1, devices=("cpu:0",))
 BEGIN = Began(task="a", attempt=1, from_step=0, total_steps=100, parameters=7)
 FINISH = Finished(task="a", attempt=1, step=100, metrics={"valid/loss": 0.5})
 FAIL = Failed(task="a", attempt=1, step=4, reason="the loss function raised", traceback="File ...")
@@ -166,7 +166,7 @@ def test_the_beginning_tells_the_run_its_devices_and_its_tasks():
 
 def test_a_launch_opens_a_span():
     task = task_after(LAUNCH)
-    assert (task.attempt, task.device) == (1, "cpu:0")
+    assert (task.attempt, task.devices) == (1, ("cpu:0",))
     (span,) = task.spans
     assert (span.device, span.attempt, span.begin_s, span.end_s) == ("cpu:0", 1, 1.0, None)
 
@@ -190,12 +190,12 @@ def test_whatever_ends_an_attempt_closes_its_span(event, end):
 
 @pytest.mark.parametrize("event", [FINISH, FAIL, DIVERGE, STOP, lost(retried=True), lost(retried=False)])
 def test_a_task_that_left_its_device_is_on_none(event):
-    assert task_after(LAUNCH, event).device == ""
+    assert task_after(LAUNCH, event).devices == ()
 
 
 @pytest.mark.parametrize("event", [RunEnded(state="interrupted"), RunResumed()])
 def test_a_task_that_waits_again_after_an_interruption_is_on_no_device(event):
-    assert task_after(LAUNCH, event).device == ""
+    assert task_after(LAUNCH, event).devices == ()
 
 
 def test_training_tells_length_size_steps_metrics_and_speed():
@@ -256,7 +256,7 @@ def test_a_lost_task_goes_back_to_its_checkpoint_and_that_is_said():
 
 
 def test_losses_are_counted_until_the_run_is_resumed():
-    again = Launched(task="a", attempt=2, device="cpu:0")
+    again = Launched(task="a", attempt=2, devices=("cpu:0",))
     assert task_after(LAUNCH, lost(), again, lost(attempt=2)).losses == 2
     assert task_after(LAUNCH, lost(), again, lost(attempt=2), RunResumed()).losses == 0
     task = task_after(LAUNCH, lost(), again, lost(attempt=2, retried=False))

@@ -41,7 +41,7 @@ def began(names: Sequence[str], *, devices: int = 2, settings: dict[str, Any] | 
 def finished(task: str, **metrics: float) -> list[Event]:
     named = {key.replace("_", "/"): value for key, value in metrics.items()}
     return [
-        Launched(task=task, attempt=1, device="cpu:0"),
+        Launched(task=task, attempt=1, devices=("cpu:0",)),
         Began(task=task, attempt=1, from_step=0, total_steps=100, parameters=1234),
         Finished(task=task, attempt=1, step=100, metrics=named),
     ]
@@ -66,17 +66,17 @@ def mixed_run() -> RunRecord:
         [
             began(names),
             *finished("done", train_loss=2.0, valid_loss=2.1, best_loss=2.05, best_step=90.0),
-            Launched(task="lost", attempt=1, device="cpu:1"),
+            Launched(task="lost", attempt=1, devices=("cpu:1",)),
             Lost(task="lost", attempt=1, device="cpu:1", reason="killed by signal 9", retried=True),
-            Launched(task="lost", attempt=2, device="cpu:1"),
+            Launched(task="lost", attempt=2, devices=("cpu:1",)),
             Finished(task="lost", attempt=2, step=100, metrics={"valid/loss": 3.0, "train/loss": 1.0}),
-            Launched(task="failed", attempt=1, device="cpu:0"),
+            Launched(task="failed", attempt=1, devices=("cpu:0",)),
             Failed(task="failed", attempt=1, step=3, reason="ValueError: no", traceback="line 1\n  line 2"),
-            Launched(task="diverged", attempt=1, device="cpu:0"),
+            Launched(task="diverged", attempt=1, devices=("cpu:0",)),
             Failed(task="diverged", attempt=1, step=9, reason="the training loss became inf", diverged=True),
-            Launched(task="stopped", attempt=1, device="cpu:0"),
+            Launched(task="stopped", attempt=1, devices=("cpu:0",)),
             Stopped(task="stopped", attempt=1, step=8),
-            Launched(task="running", attempt=1, device="cpu:0"),
+            Launched(task="running", attempt=1, devices=("cpu:0",)),
             Noticed(task="running", attempt=1, text="something to know"),
         ]
     )
@@ -261,14 +261,14 @@ def tasks_of(count: int, *, valid: bool = True) -> tuple[RunRecord, dict[str, li
 def odd_runs() -> dict[str, tuple[RunRecord, dict[str, list[dict[str, float]]]]]:
     waiting = replayed([began(["a", "b"])])
     mixed = mixed_run()
-    virtual = RunRecord.replay([(0.0, began(["a"])), (1.0, Launched(task="a", attempt=1, device="cpu:0"))])
+    virtual = RunRecord.replay([(0.0, began(["a"])), (1.0, Launched(task="a", attempt=1, devices=("cpu:0",)))])
     resumed = replayed(
         [
             began(["a"]),
-            Launched(task="a", attempt=1, device="cpu:0"),
+            Launched(task="a", attempt=1, devices=("cpu:0",)),
             RunEnded(state="interrupted"),
             RunResumed(devices=({"index": 7, "kind": "cuda", "name": "cuda:7"},)),
-            Launched(task="a", attempt=2, device="cuda:7"),
+            Launched(task="a", attempt=2, devices=("cuda:7",)),
         ]
     )
     broken = [{"step": 1.0, "train/loss": math.nan}, {"step": 2.0, "train/loss": math.inf}]
@@ -365,10 +365,10 @@ def test_everything_the_user_gave_is_escaped() -> None:
                 ),
                 devices=({"name": NASTY, "label": NASTY},),
             ),
-            Launched(task=f"a{NASTY}", attempt=1, device=NASTY),
+            Launched(task=f"a{NASTY}", attempt=1, devices=(NASTY,)),
             Noticed(task=f"a{NASTY}", attempt=1, text=NASTY),
             Finished(task=f"a{NASTY}", attempt=1, step=1, metrics={f"valid/{NASTY}": 1.0, "valid/loss": 1.0}),
-            Launched(task=f"b{NASTY}", attempt=1, device=NASTY),
+            Launched(task=f"b{NASTY}", attempt=1, devices=(NASTY,)),
             Failed(task=f"b{NASTY}", attempt=1, step=1, reason=NASTY, traceback=f"{NASTY}\x00\x1b[31m\udc80"),
         ]
     )
@@ -397,7 +397,7 @@ def test_report_is_written_from_the_journal(tmp_path: Path) -> None:
     rows = tuple((step, {"train/loss": 1 / step}) for step in range(1, 6))
     events: list[Event] = [
         began(["a"]),
-        Launched(task="a", attempt=1, device="cpu:0"),
+        Launched(task="a", attempt=1, devices=("cpu:0",)),
         Measured(task="a", attempt=1, number=1, rows=rows, latest={"train/loss": 0.2}, step_s=1.0),
         Failed(task="a", attempt=1, step=5, reason="no", traceback="\udc80"),
     ]

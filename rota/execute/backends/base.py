@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,8 +31,8 @@ class Backend(Protocol):
         """The time, as the journal keeps it."""
         ...
 
-    def launch(self, device: str, task: Task, *, attempt: int, folder: Path) -> None:
-        """Start a task on a device that has none. TaskError if it cannot be sent there."""
+    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
+        """Start a task on devices that have none; the first leads. TaskError if it cannot be sent there."""
         ...
 
     def halt(self, device: str) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,8 +56,8 @@ class LocalBackend:
         for name in list(self._devices)[:count]:
             self._worker(name)
 
-    def launch(self, device: str, task: Task, *, attempt: int, folder: Path) -> None:
-        """Send the task to the device's worker, starting one if there is none."""
+    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
+        """Send the task to the workers of its devices, starting those that are not there."""
         try:
             payload = pickle_task(task)
         except Exception as error:  # whatever the user's objects raise
@@ -64,12 +65,24 @@ class LocalBackend:
                 f"task {task.name!r} cannot be sent to its worker ({type(error).__name__}: {error}); create locks, "
                 "files and connections inside the factories"
             ) from error
-        worker = self._worker(device)
-        worker.task = task.name
         # A worker may have been started before the sweep's folder was known.
         path = tuple(entry or os.getcwd() for entry in sys.path)
-        command = Train(task=task.name, attempt=attempt, folder=str(folder.absolute()), import_path=path)
-        worker.send(command, payload)
+        folder = folder.absolute()
+        if len(devices) > 1:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / f"gang-{attempt}").unlink(missing_ok=True)  # of a controller that was killed
+        for rank, device in enumerate(devices):
+            worker = self._worker(device)
+            worker.task = task.name
+            command = Train(
+                task=task.name,
+                attempt=attempt,
+                folder=str(folder),
+                import_path=path,
+                rank=rank,
+                size=len(devices),
+            )
+            worker.send(command, payload)
 
     def halt(self, device: str) -> None:
         """Pass the request on."""
@@ -146,7 +159,7 @@ class LocalBackend:
             worker.beat = message
         elif isinstance(message, Ready):
             worker.ready = True
-        if type(message).__name__ in ("Finished", "Halted", "Failed"):
+        if type(message).__name__ in ("Finished", "Halted", "Left", "Failed"):
             worker.task = None
         self._signs.append((worker.device.name, message))
 
@@ -258,6 +271,9 @@ def _spawn(device: Device, theirs: socket.socket, output: IO[bytes]) -> subproce
         environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
     else:
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+    # Workers on one machine talk to each other, and to nobody outside.
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # -P: the current folder is only importable if it is for the controller too.
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _START, json.dumps(dataclasses.asdict(settings))],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rota.execute.backends.base import Sign, WorkerLost
-from rota.runtime.messages import Began, Failed, Finished, Halted, Measured, Report, Saved
+from rota.runtime.messages import Began, Failed, Finished, Halted, Left, Measured, Report, Saved
 from rota.task import Task
 
 
@@ -41,6 +41,7 @@ class _Running:
     plan: SimulatedTask
     from_step: int
     begin_s: float
+    devices: tuple[str, ...]
     reports: int = 0
 
     def time_of(self, step: int) -> float:
@@ -73,25 +74,29 @@ class SimulatedBackend:
         """The virtual time."""
         return self._now_s
 
-    def launch(self, device: str, task: Task, *, attempt: int, folder: Path) -> None:
-        """Begin the task after the time that starting takes, from its last checkpoint."""
-        assert device not in self._running, f"{device} is busy"
+    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
+        """Begin the task after the time that starting takes, from its last checkpoint; the first device reports."""
+        for device in devices:
+            assert device not in self._running, f"{device} is busy"
         run = _Running(
             task=task.name,
             attempt=attempt,
             plan=self._plan_of(task),
             from_step=self._saved.get(task.name, 0),
             begin_s=self._now_s + self._start_s,
+            devices=tuple(devices),
         )
-        self._running[device] = run
-        self._plan(run.begin_s, device, run, run.from_step)
+        for device in devices:
+            self._running[device] = run
+        self._plan(run.begin_s, devices[0], run, run.from_step)
 
     def halt(self, device: str) -> None:
         """Save at once and leave."""
-        run = self._running.pop(device, None)
+        run = self._running.get(device)
         if run is not None:
             step = self._saved[run.task] = run.step_at(self._now_s)
             self._signs.append((device, Halted(task=run.task, attempt=run.attempt, step=step)))
+            self._leave(run)
 
     def kill(self, device: str) -> None:
         """Forget what it was doing."""
@@ -122,17 +127,27 @@ class SimulatedBackend:
 
     def _happen(self, device: str, run: _Running | None, step: int) -> None:
         if run is None:
-            if self._running.pop(device, None) is not None:
+            lost = self._running.get(device)
+            if lost is not None:
                 self._signs.append((device, WorkerLost(reason="its worker was killed by SIGKILL", retry=True)))
+                for other in lost.devices:
+                    if self._running.pop(other, None) is lost and other != device:
+                        gone = Left(task=lost.task, attempt=lost.attempt, peer_gone=True)
+                        self._signs.append((other, gone))
             return
         if self._running.get(device) is not run:
             return  # it was halted or lost meanwhile
         for report in self._reports(run, step):
             self._signs.append((device, report))
         if step >= run.plan.steps or step == run.plan.fails_at:
-            del self._running[device]
+            self._leave(run)
             return
         self._plan(run.time_of(self._next_stop(run.plan, step)), device, run, self._next_stop(run.plan, step))
+
+    def _leave(self, run: _Running) -> None:
+        for device in run.devices:
+            if self._running.pop(device, None) is run and device != run.devices[0]:
+                self._signs.append((device, Left(task=run.task, attempt=run.attempt)))
 
     @staticmethod
     def _next_stop(plan: SimulatedTask, step: int) -> int:

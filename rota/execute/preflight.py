@@ -1,0 +1,129 @@
+"""Checks before anything runs: how many devices each task gets, and that its strategy can run its model on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rota.cluster import Cluster
+from rota.errors import InputError, RotaError
+from rota.execute.identity import code_parts
+from rota.sweep import Sweep
+from rota.task import Task
+
+if TYPE_CHECKING:
+    from rota.graph.graph import Graph
+
+_PLAIN = ("auto", "single")
+
+
+def resolve(sweep: Sweep, *, strategy: str | None) -> Sweep:
+    """The sweep with its strategies found by name; `strategy` is for all tasks, if given."""
+    tasks = [replace(task, strategy=strategy) if strategy is not None else task for task in sweep]
+    return replace(sweep, tasks=tuple(_found(task) for task in tasks))
+
+
+def _found(task: Task) -> Task:
+    if not isinstance(task.strategy, str) or task.strategy in _PLAIN:
+        return task
+    # What a sweep's file registers is known here and not in the workers, so the strategy itself travels.
+    from rota.strategies.base import find
+
+    try:
+        found: Any = find(task.strategy)
+    except InputError as error:
+        raise InputError(f"task {task.name!r}: {error}") from error
+    return replace(task, strategy=str(found) if str(found) in _PLAIN else found)
+
+
+def widths(sweep: Sweep, cluster: Cluster) -> dict[str, int]:
+    """How many devices each task gets."""
+    total = len(cluster.devices)
+    shared = max(1, total // len(sweep))
+    found = {task.name: _width(task, total, shared) for task in sweep}
+    for task in sweep:
+        if found[task.name] > total:
+            raise InputError(
+                f"task {task.name!r} needs {found[task.name]} devices ({task.strategy}), and there are {total}; "
+                "give it fewer, or run with more (--devices)"
+            )
+    return found
+
+
+def _width(task: Task, total: int, shared: int) -> int:
+    fixed = getattr(task.strategy, "fixed_devices", None)
+    if task.devices is not None:
+        if fixed is not None and fixed != task.devices:
+            raise InputError(
+                f"task {task.name!r}: {task.strategy} is for {fixed} devices, and devices is {task.devices}; change one"
+            )
+        return task.devices
+    if fixed is not None:
+        return int(fixed)
+    if task.strategy == "single":
+        return 1
+    return shared if task.strategy == "auto" else total
+
+
+def check(
+    sweep: Sweep, allotted: dict[str, int], cluster: Cluster, *, notice: Callable[[str], None] = lambda text: None
+) -> None:
+    """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
+    memory_bytes = min(device.memory_bytes for device in cluster.devices)
+    known: set[str] = set()
+    for task in sweep:
+        if isinstance(task.strategy, str) or is_wrapper(task.strategy):
+            continue
+        key = _key(task, allotted[task.name])
+        if key in known:
+            continue
+        known.add(key)
+        notice(f"planning {task.name}")
+        try:
+            plan = task.strategy(first_graph(task), allotted[task.name])
+            if not hasattr(plan, "compile"):
+                raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
+            plan.compile(memory_bytes=memory_bytes)
+        except RotaError as error:
+            raise InputError(f"task {task.name!r} cannot run as {_words(task.strategy)}: {error}") from error
+        except Exception as error:  # the user's strategy
+            if type(task.strategy).__module__.startswith("rota."):
+                raise
+            raise InputError(
+                f"task {task.name!r}: the strategy {_words(task.strategy)} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def _words(strategy: Any) -> str:
+    from rota.strategies.base import describe
+
+    return describe(strategy)
+
+
+def is_wrapper(strategy: Any) -> bool:
+    """Whether a strategy makes no plan, because PyTorch's own runs the model."""
+    return type(strategy).__name__ == "Wrapper"
+
+
+def _key(task: Task, width: int) -> str:
+    """Tasks with the same model, data and loss need one plan; another learning rate does not change it."""
+    parts = [str(width), _words(task.strategy), task.precision]
+    for function in (task.model, task.data, task.loss):
+        parts += code_parts(function, seen=set())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def first_graph(task: Task) -> Graph:
+    """The graph of the task's first step, with its model and batch made as a worker makes them."""
+    import torch
+
+    from rota.runtime.choose import graph_of
+    from rota.runtime.training import Training
+    from rota.runtime.user_code import calling
+
+    training = Training(task, device=torch.device("cpu"))
+    with calling("reading the training data"):
+        batch, _ = training.cursor.next()
+    return graph_of(training.parts, batch)

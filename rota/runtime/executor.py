@@ -1,0 +1,188 @@
+"""How a batch becomes gradients and metrics: plainly on one device, or by a plan or a wrapper over several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rota.errors import DivergedError, TaskError
+from rota.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """All tensors that a task's next step depends on, whole and under PyTorch's own names."""
+
+    model: Mapping[str, Any]
+    """What `model.state_dict()` gives."""
+    buffers: Mapping[str, torch.Tensor]
+    """Those that are not in there."""
+    gradients: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any]
+    """What `optimizer.state_dict()` gives."""
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What the user's factories made."""
+
+    task: Task
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+
+class Executor(Protocol):
+    """Runs batches."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of what the optimizer has."""
+        ...
+
+    def backward(self, batch: Any, *, number: int) -> dict[str, float]:
+        """Add the batch's share of the step's gradient; its metrics. `number` counts batches over the whole task."""
+        ...
+
+    def update(self) -> None:
+        """Clip the gradient and take the optimizer's step."""
+        ...
+
+    def measure(self, batch: Any) -> dict[str, float]:
+        """The metrics of a validation batch; the model is in eval mode and autograd is off."""
+        ...
+
+    def weights(self, *, between_steps: bool) -> Weights | None:
+        """Everything, whole; None in a process that follows."""
+        ...
+
+
+class Eager:
+    """Plain PyTorch on one device."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def zero_grad(self) -> None:
+        """As the user's own loop would."""
+        self._parts.optimizer.zero_grad()
+
+    def backward(self, batch: Any, *, number: int) -> dict[str, float]:
+        """Forward and backward by autograd."""
+        outputs = outputs_of(self._parts, self._parts.model, batch)
+        loss = outputs["loss"]
+        check_gradient(loss.requires_grad)
+        accumulate = self._parts.task.accumulate
+        (loss / accumulate if accumulate > 1 else loss).backward()
+        # Numbers last: on a GPU, asking for one waits for everything before it.
+        return numbers_of(outputs)
+
+    def update(self) -> None:
+        """One step of the optimizer."""
+        clip_norm = self._parts.task.clip_norm
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parts.model.parameters(), clip_norm)
+        self._parts.optimizer.step()
+
+    def measure(self, batch: Any) -> dict[str, float]:
+        """One forward pass."""
+        return numbers_of(outputs_of(self._parts, self._parts.model, batch))
+
+    def weights(self, *, between_steps: bool) -> Weights:
+        """Nothing is copied."""
+        return weights_of(self._parts.model, self._parts.optimizer, between_steps=between_steps)
+
+
+def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, between_steps: bool) -> Weights:
+    """What a whole model and its optimizer hold."""
+    state = model.state_dict()
+    # Between steps, the next one clears what the optimizer has; gradients of other parameters stay, as they do in a
+    # plain loop, and count for clipping.
+    cleared = {id(p) for group in optimizer.param_groups for p in group["params"]} if between_steps else set()
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and id(parameter) not in cleared
+    }
+    return Weights(
+        model=dict(state),
+        buffers={name: value for name, value in model.named_buffers() if name not in state},
+        gradients=gradients,
+        optimizer=optimizer.state_dict(),
+    )
+
+
+def check_gradient(has_gradient: bool) -> None:
+    """TaskError if there is nothing to train."""
+    if not has_gradient:
+        raise TaskError(
+            "the loss has no gradient: it does not depend on a parameter that requires one; "
+            "compute it from the model's output, with at least one parameter not frozen"
+        )
+
+
+def loss_of(task: Task, model: torch.nn.Module, batch: Any, device_type: str) -> Any:
+    """What the user's loss function gives, in the task's precision."""
+    if task.precision == "bfloat16":
+        with torch.autocast(device_type, dtype=torch.bfloat16):
+            return task.loss(model, batch)
+    return task.loss(model, batch)
+
+
+def outputs_of(parts: Parts, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """What the loss function gives, with a scalar tensor as "loss"."""
+    result = loss_of(parts.task, model, placed(batch, parts), parts.device.type)
+    outputs = result if isinstance(result, dict) else {"loss": result}
+    loss = outputs.get("loss")
+    if not isinstance(loss, torch.Tensor):
+        found = f"a {type(loss).__name__}" if "loss" in outputs else "a dict without it"
+        raise TaskError(f"the loss function must return a scalar tensor, or a dict with one as 'loss', not {found}")
+    if loss.numel() != 1:
+        raise TaskError(
+            f"the loss must be a scalar, and has shape {tuple(loss.shape)}; end the loss function with .mean()"
+        )
+    return outputs
+
+
+def numbers_of(outputs: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as numbers."""
+    return {name: _as_number(name, value) for name, value in outputs.items()}
+
+
+def check_finite(metrics: Mapping[str, float], *, kind: str, step: int) -> None:
+    """DivergedError if the loss is not finite."""
+    if not math.isfinite(metrics["loss"]):
+        raise DivergedError(
+            f"the {kind} loss became {metrics['loss']} at step {step}; try a lower learning rate, or clip_norm",
+            step=step,
+        )
+
+
+def placed(value: Any, parts: Parts) -> Any:
+    """Move a batch to the device, and to double precision where the task asks for it."""
+    double = parts.task.precision == "float64"
+    if parts.device.type == "cpu" and not double:
+        return value
+    if isinstance(value, torch.Tensor):
+        wanted = torch.float64 if double and value.is_floating_point() else None
+        return value.to(device=parts.device, dtype=wanted)
+    if isinstance(value, dict):
+        return {key: placed(item, parts) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(placed(item, parts) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(placed(item, parts) for item in value)
+    return value.to(parts.device) if hasattr(value, "to") else value
+
+
+def _as_number(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise TaskError(f"the metric {name!r} must be a scalar, and has shape {tuple(value.shape)}")
+        return float(value.item())
+    if isinstance(value, int | float):
+        return float(value)
+    raise TaskError(f"the metric {name!r} must be a number, not {type(value).__name__}")

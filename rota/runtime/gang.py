@@ -1,0 +1,105 @@
+"""The processes that train one task together: they meet, agree, and learn of it when one of them is gone.
+
+All of them run the same code on the same data. The first, the leader, decides what depends on clocks and on the user
+(when to save, when to leave), reports and writes; the others follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rota.errors import PeerError
+from rota.runtime import comm
+
+# How a process notices that another has closed its end, in the words of gloo, of its store, and of NCCL.
+_LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket timeout", "timed out", "nccl")
+
+
+@dataclass(kw_only=True)
+class Gang:
+    """One process's place among the others."""
+
+    rank: int
+    size: int
+    store: Path
+    """The file through which they find each other."""
+    kind: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.groups = comm.Groups()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that decides, reports and writes."""
+        return self.rank == 0
+
+    def meet(self, *, timeout_s: float) -> None:
+        """Wait for the others."""
+        with talking():
+            store = dist.FileStore(str(self.store), self.size)  # type: ignore[attr-defined]
+            comm.connect(rank=self.rank, size=self.size, store=store, kind=self.kind, timeout_s=timeout_s)
+            dist.barrier()
+
+    def part(self) -> None:
+        """Leave; those that still wait for this process notice."""
+        with contextlib.suppress(Exception):
+            comm.disconnect()
+        if self.leads:
+            self.store.unlink(missing_ok=True)
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """What the leader says."""
+        if self.size == 1:
+            return flags
+        told = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        with talking():
+            dist.broadcast(told, src=0)
+        return tuple(bool(one) for one in told.tolist())
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            numbers = numbers.to(self._device)
+            with talking():
+                dist.all_reduce(numbers)
+        return numbers.cpu()
+
+    def told(self, value: Any = None) -> Any:
+        """A plain value of the leader's, for all."""
+        box = [value]
+        if self.size > 1:
+            with talking():
+                dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def everyone(self, value: Any) -> list[Any]:
+        """A plain value of each process, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with talking():
+            dist.all_gather_object(found, value)
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def talking() -> Iterator[None]:
+    """Turn the many ways in which a lost peer shows into one error."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).lower()
+        if isinstance(error, dist.DistError) or any(sign in text for sign in _LOST):
+            raise PeerError(f"another process of the task is gone ({' '.join(str(error).split())[:200]})") from error
+        raise

@@ -1,0 +1,170 @@
+"""Coshard computes what one device computes, one part of a layer after another, in less memory."""
+
+import copy
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rota.graph.capture import capture
+from rota.plan.layout import Kind
+from rota.plan.program import NodeKind
+from rota.runtime.in_process import InProcess
+from rota.runtime.ledger import Ledger
+from rota.strategies.base import find
+from rota.testing import zoo
+from rota.testing.models import Evoformer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_doubles(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def state_of(model):
+    model = copy.deepcopy(model)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def small(name):
+    """Of the zoo, the Evoformer with fewer layers and passes."""
+    made = zoo.make(name, batch=4)
+    return replace(made, model=Evoformer(depth=1, recycles=2)) if name == "evoformer" else made
+
+
+@pytest.fixture(scope="module", params=["evoformer", "gpt", "swin"])
+def specimen(request):
+    made = small(request.param)
+    model = made.model.double()
+    batch = torch.utils._pytree.tree_map(in_doubles, made.batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, batch, capture(model, batch, made.loss)
+
+
+@pytest.fixture(scope="module")
+def alone(specimen):
+    model, batch, graph = specimen
+    return InProcess(find("single")(graph, 1).compile(), state_of(model), seed=3).run(batch)
+
+
+@pytest.mark.parametrize("strategy", ["coshard(1)", "coshard(4)", "coshard(2, microbatches=2)"])
+def test_gradients_equal_those_of_one_uncut_device(specimen, alone, strategy):
+    model, batch, graph = specimen
+    found = InProcess(find(strategy)(graph, 1).compile(), state_of(model), seed=3).run(batch)
+    # Of a bias of keys the gradient is zero but for rounding.
+    torch.testing.assert_close(found.gradients, alone.gradients, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(found.outputs, alone.outputs, rtol=1e-10, atol=0)
+
+
+def test_several_steps_of_training_equal_those_of_one_uncut_device(specimen):
+    model, batch, graph = specimen
+    weights = []
+    for strategy in ("single", "coshard(4)"):
+        engine = InProcess(find(strategy)(graph, 1).compile(), state_of(model), seed=3)
+        # A large eps: else the sign of gradients that are zero but for rounding decides.
+        engine.optimize(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4))
+        for step in range(3):
+            engine.train(batch, step=step)
+        weights.append({name: engine.whole(name) for name in engine.program.gradients})
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-10, atol=1e-10)
+
+
+def parts_of(program):
+    """For each cut op, the nodes that run its parts forward, in the order of the parts."""
+    found = {}
+    for i, node in enumerate(program.nodes):
+        if node.kind is NodeKind.FORWARD:
+            for call in program.segments[node.segment].calls:
+                found.setdefault(call.op, []).append((call.ranges, i))
+    return {op: [i for _, i in sorted(ones, key=str)] for op, ones in found.items() if len(ones) > 1}
+
+
+def test_no_two_parts_of_an_op_are_computed_in_one_go(specimen):
+    program = find("coshard(2)")(specimen[2], 1).compile()
+    assert parts_of(program)
+    for segment in program.segments:
+        assert max(Counter(call.op for call in segment.calls).values()) == 1
+
+
+def test_one_part_of_a_run_is_done_before_the_next_begins(specimen):
+    plan = find("coshard(2)")(specimen[2], 1)
+    nodes = parts_of(plan.compile())
+    runs = {}
+    for op in nodes:
+        runs.setdefault(plan.groups[op], []).append(op)
+    for ops in runs.values():
+        assert max(min(nodes[op]) for op in ops) < min(max(nodes[op]) for op in ops)
+
+
+def test_what_is_cut_is_recomputed_and_nothing_leaves_the_device(specimen):
+    program = find("coshard(2)")(specimen[2], 2).compile()
+    cut = parts_of(program)
+    for segment in program.segments:
+        if segment.grad and any(call.op in cut for call in segment.calls):
+            assert segment.recompute
+    assert {node.devices for node in program.nodes} == {(0,)}
+    assert {step.kind for flow in program.flows for step in flow.steps} <= {Kind.LOCAL}
+
+
+def test_a_layer_that_runs_several_times_is_cut_each_time_for_itself():
+    made = small("evoformer")
+    graph = capture(made.model, made.batch, made.loss)
+    plan = find("coshard(2)")(graph, 1)
+    products = [op for op in graph.ops if op.kind == "linear" and plan.groups.get(op.name) in plan.recomputed]
+    read = Counter((plan.groups[op.name], op.inputs[1]) for op in products)
+    assert max(read.values()) == 1
+
+
+def test_recomputing_alone_takes_the_runs_that_would_be_cut(specimen):
+    alone, cut = (find(strategy)(specimen[2], 1) for strategy in ("coshard(1)", "coshard(4)"))
+    assert alone.groups == cut.groups
+    assert alone.recomputed == cut.recomputed
+    assert not parts_of(alone.compile())
+
+
+def large_swin():
+    """With many windows and few features, so that activations take the memory."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"image_size": 112, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 4]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = transformers.SwinConfig(**shape, window_size=7, num_labels=5)
+        model = transformers.SwinForImageClassification(config).train()
+    return model, {"pixel_values": torch.rand(1, 3, 112, 112), "labels": torch.zeros(1, dtype=torch.long)}
+
+
+def test_a_quarter_of_each_layer_at_a_time_takes_at_most_half_of_the_memory():
+    model, batch = large_swin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = capture(model, batch, lambda model, one: model(**one).loss)
+    peaks = {}
+    for strategy in ("single", "coshard(1)", "coshard(4)"):
+        program = find(strategy)(graph, 1).compile()
+        ledger = Ledger()
+        with ledger:
+            InProcess(program, state_of(model), ledger=ledger).execute(batch)
+        peaks[strategy] = ledger.peak_bytes[0]
+        assert program.simulate().peak_bytes[0] == pytest.approx(peaks[strategy], rel=0.1)
+    assert peaks["coshard(4)"] <= 0.5 * peaks["single"]
+    assert peaks["coshard(4)"] < 0.75 * peaks["coshard(1)"]
+    assert peaks["coshard(1)"] < peaks["single"]
+
+
+def test_knobs_that_make_no_sense_are_refused(specimen, refused):
+    graph = specimen[2]
+    for knob in ("0", "-1", "2.5", "'two'", "True"):
+        assert "whole number of at least 1" in refused(find(f"coshard({knob})"), graph, 1)
+    sentence = refused(find("coshard(4096)"), graph, 1)
+    assert "can be cut into 4096; use fewer parts" in sentence
