@@ -23,8 +23,9 @@ test: setup
 	@$(BIN)/pytest -n 2 --dist worksteal tests/unit tests/property tests/numerics
 	@$(BIN)/pytest tests/multiprocess tests/integration
 
-# The long matrices: 20,000 random plans in two processes (about half an hour on two cores).
+# The long matrices: every strategy on every family over 2 and 4 processes, and 20,000 random plans (about an hour).
 test-deep: setup
+	@ROTA_DEEP=1 $(BIN)/pytest -p no:cacheprovider tests/multiprocess/test_engine.py
 	@pids=; for shard in 0/2 1/2; do \
 	  ROTA_PLAN_CASES=20000 ROTA_PLAN_SHARD=$$shard $(BIN)/pytest -p no:cacheprovider tests/numerics/test_plans.py & \
 	  pids="$$pids $$!"; \

@@ -105,6 +105,8 @@ class Task:
     """How the model runs on several devices: "auto", a name such as "tensor", or a strategy (rota.strategies)."""
     devices: int | None = None
     """How many devices it gets; by default what its strategy needs, or its share of all."""
+    compile: bool = False
+    """Whether a strategy's segments go through torch.compile; kept for each one that is faster compiled."""
     setup_timeout_s: float = 600.0
     """How long each of the factories, and the first batch, may take."""
     step_timeout_s: float = 600.0
@@ -141,6 +143,8 @@ class Task:
                 raise InputError(f"{where}: {name} must be a positive number, not {repr(value)[:40]}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise InputError(f"{where}: seed must be a whole number from 0 to 2**32 - 1, not {self.seed!r}")
+        if not isinstance(self.compile, bool):
+            raise InputError(f"{where}: compile must be True or False, not {self.compile!r}")
         if self.precision not in PRECISIONS:
             raise InputError(f"{where}: precision {self.precision!r} is unknown; it can be {', '.join(PRECISIONS)}")
 

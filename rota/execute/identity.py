@@ -14,7 +14,7 @@ from rota.sweep import Sweep
 from rota.task import Task
 
 # How long to wait, how often to save and on how many devices does not change what is trained.
-_FREE_FIELDS = {"setup_timeout_s", "step_timeout_s", "checkpoint_every", "strategy", "devices"}
+_FREE_FIELDS = {"setup_timeout_s", "step_timeout_s", "checkpoint_every", "strategy", "devices", "compile"}
 
 
 def describe(task: Task) -> dict[str, Any]:

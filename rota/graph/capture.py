@@ -167,7 +167,7 @@ def _build(
         trained = role is Role.PARAMETER and model.get_parameter(target).requires_grad
         builder.declare(node, _tensor(name, value, role, requires_grad=trained))
     builder.run(exported.graph_module)
-    outputs = _outputs(exported, builder)
+    outputs, numbers = _outputs(exported, builder)
     assigned = {name: outputs.pop(name) for name in list(outputs) if name.startswith(_ASSIGNED)}
     updates = builder.updates() | {
         aliases.get(name.removeprefix(_ASSIGNED), name.removeprefix(_ASSIGNED)): new for name, new in assigned.items()
@@ -177,6 +177,7 @@ def _build(
         ops=tuple(builder.ops),
         inputs=tuple(inputs),
         outputs=outputs,
+        numbers=numbers,
         aliases=aliases,
         updates=updates,
         constants=constants,
@@ -186,7 +187,7 @@ def _build(
     return normalise(graph)
 
 
-def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> dict[str, str]:
+def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> tuple[dict[str, str], dict[str, float]]:
     (result,) = (node for node in exported.graph.nodes if node.op == "output")
     names = pytree.tree_unflatten(
         [builder.value(one) if isinstance(one, torch.fx.Node) else None for one in result.args[0]],
@@ -195,7 +196,12 @@ def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> dict[s
     outputs = {name: ref.name for name, ref in names.items() if isinstance(ref, Ref)}
     if "loss" not in outputs or builder.tensors[outputs["loss"]].shape not in ((), (1,)):
         raise CaptureError("the loss function must return a scalar tensor, or a dict with one as 'loss'")
-    return outputs
+    numbers = {
+        name: float(value)
+        for name, value in names.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return outputs, numbers
 
 
 def _tied(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

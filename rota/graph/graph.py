@@ -79,6 +79,8 @@ class Graph:
     """The tensors of the batch, in the order in which its tree is flattened."""
     outputs: Mapping[str, str]
     """metric -> tensor; "loss" is one of them."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """The metrics that are plain numbers."""
     aliases: Mapping[str, str]
     """The other names of tied parameters -> the name under which the graph has them."""
     updates: Mapping[str, str]

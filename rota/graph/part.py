@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rota.graph import positional
+from rota.graph import positional, vocabulary  # noqa: F401
 from rota.graph.refine import Frame, Refined, local_shape
 from rota.graph.rules import LocalCut, compute_of, occurrences, rule_of
 from rota.plan.box import Box, Range

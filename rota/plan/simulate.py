@@ -195,10 +195,11 @@ def _plain(value: Any) -> Any:
 
 def call_seconds(refined: Refined, segment: Segment, index: int, costs: Costs) -> float:
     """Of the forward run of one op's part."""
-    return _call_cost(refined, segment, segment.calls[index], costs).forward_s
+    return call_cost(refined, segment, segment.calls[index], costs).forward_s
 
 
-def _call_cost(refined: Refined, segment: Segment, call: Call, costs: Costs) -> CallCost:
+def call_cost(refined: Refined, segment: Segment, call: Call, costs: Costs) -> CallCost:
+    """Of one op's part: measured, or estimated from its work."""
     known = costs.calibration
     if known is not None:
         measured = known.calls.get(signature(refined, segment, call))
@@ -213,6 +214,9 @@ def _call_cost(refined: Refined, segment: Segment, call: Call, costs: Costs) -> 
     return CallCost(forward_s=forward_s, backward_s=forward_s * rate.backward)
 
 
+_call_cost = call_cost  # rota.search knows it by this name
+
+
 def _segment_costs(program: Program, costs: Costs) -> list[CallCost]:
     """Of one run of each segment, forward and backward."""
     found: list[CallCost] = []
@@ -221,7 +225,7 @@ def _segment_costs(program: Program, costs: Costs) -> list[CallCost]:
         key = likeness(program.refined, segment)
         cost = costs._known.get(key)
         if cost is None:
-            calls = [_call_cost(program.refined, segment, call, costs) for call in segment.calls]
+            calls = [call_cost(program.refined, segment, call, costs) for call in segment.calls]
             derived = sum(entry.grad for entry in segment.entries) if segment.grad else 0
             forward_s = sum(one.forward_s for one in calls) + node.forward_s + derived * node.entry_forward_s
             backward_s = sum(one.backward_s for one in calls) + node.backward_s + derived * node.entry_backward_s
@@ -375,25 +379,27 @@ class _Replay:
         if node.kind is NodeKind.BACKWARD:
             for values in node.gradients:
                 self._settle(device, values)
-            seconds = cost.backward_s + self._sums_bytes(device, node) * self._known.copy_byte_s
+            seconds = cost.backward_s + self._sums_s(device, node)
         self._times.start_s[index] = self._clock[device]
         self._busy(device, seconds)
         self._times.end_s[index] = self._clock[device]
 
-    def _sums_bytes(self, device: int, node: Node) -> int:
-        """The bytes of gradients that are added to others: of several readers, or of several micro-batches."""
+    def _sums_s(self, device: int, node: Node) -> float:
+        """To add gradients to others: of several readers, or of several micro-batches."""
         segment = self._program.segments[node.segment]
-        found = 0
+        count = size_bytes = 0
         for exit, values in zip(segment.exits, node.gradients, strict=True):
             if len(values) > 1:
-                found += (len(values) - 1) * exit.box.size * element_bytes(self._program.refined, exit.tensor)
+                count += len(values) - 1
+                size_bytes += (len(values) - 1) * exit.box.size * element_bytes(self._program.refined, exit.tensor)
         for entry, value in zip(segment.entries, node.adds, strict=True):
             if value is not None:
                 if (device, value) in self._summed:
-                    found += entry.box.size * element_bytes(self._program.refined, entry.tensor)
+                    count += 1
+                    size_bytes += entry.box.size * element_bytes(self._program.refined, entry.tensor)
                 else:
                     self._summed.add((device, value))
-        return found
+        return count * self._known.node.exchange_s + size_bytes * self._known.copy_byte_s
 
     def _local(self, index: int, node: Node) -> None:
         device = node.devices[0]
@@ -550,42 +556,42 @@ class _Storage:
     holders: int = 0
 
 
-_RECENT: dict[int, Alike] = {}
-_MOST_RECENT = 8
+_MOST_FOOTPRINTS = 2048
+_FOOTPRINTS: dict[object, Footprint] = {}
+"""Those measured last, of all graphs: a search predicts hundreds of programs that have most segments in common."""
 
 
-class Alike:
+class _Alike:
     """Footprints that are measured once for all segments that differ only in where their ranges begin.
 
-    A replica's samples are others than its neighbour's and take as much memory. Whether a range begins at zero does
-    matter: the first part along a summed dim adds what is added once.
+    A replica's samples are others than its neighbour's and take as much memory. Where something is added once, by the
+    first part along a summed dim, it does matter whether a range begins at zero.
     """
 
     def __init__(self, refined: Refined) -> None:
         self._footprints = Footprints(refined)
         self._refined = refined
-        self._known: dict[object, Footprint] = {}
-
-    @classmethod
-    def shared(cls, refined: Refined) -> Alike:
-        """Those of a graph of which a program was predicted before: plans of one graph have segments in common."""
-        found = _RECENT.pop(id(refined), None) or cls(refined)
-        _RECENT[id(refined)] = found  # which keeps the graph, so that no other has its id
-        if len(_RECENT) > _MOST_RECENT:
-            del _RECENT[next(iter(_RECENT))]
-        return found
 
     def of(self, segment: Segment) -> Footprint:
         """Of one segment."""
         calls, *rest = likeness(self._refined, segment)
-        widths = tuple(
-            tuple((name, low == 0, high - low) for name, (low, high) in sorted(call.ranges.items()))
-            for call in segment.calls
-        )
-        key = (tuple((*call[:6], *call[7:]) for call in calls), widths, *rest)
-        if key not in self._known:
-            self._known[key] = self._footprints.of(segment)
-        return self._known[key]
+        widths = []
+        for call in segment.calls:
+            frame = self._refined.frames[call.op]
+            widths.append(
+                tuple(
+                    (name, high - low, bool(frame.once) and frame.dims[name].reduced and low == 0)
+                    for name, (low, high) in sorted(call.ranges.items())
+                )
+            )
+        # All that likeness tells of a call but its ranges.
+        key = (tuple((*call[:6], *call[7:]) for call in calls), tuple(widths), *rest)
+        found = _FOOTPRINTS.get(key)
+        if found is None:
+            if len(_FOOTPRINTS) >= _MOST_FOOTPRINTS:
+                _FOOTPRINTS.clear()
+            found = _FOOTPRINTS[key] = self._footprints.of(segment)
+        return found
 
 
 class _Memory:
@@ -593,7 +599,7 @@ class _Memory:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.footprints = Alike.shared(program.refined)
+        self.footprints = _Alike(program.refined)
         self.live = [0] * program.devices
         self.peak = [0] * program.devices
         self.stored_bytes = [0] * program.devices

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 from rota.cluster.discover import cpu_label
 from rota.graph.cost import work_of
 from rota.graph.graph import Role
-from rota.graph.part import Place, makes_of, reads_of
+from rota.graph.part import PartCompute, Place, compute_part, makes_of, reads_of
 from rota.graph.refine import Refined, local_shape
 from rota.graph.rules import occurrences
 from rota.plan.box import Box
@@ -59,6 +58,8 @@ _ENOUGH_S = 0.4
 """A window that has run for so long is not run more often than it must be."""
 _LINKS_S = 12.0
 """What it takes to start processes and to measure their links; with less time they are not measured."""
+_DISTURBED = 1.3
+"""Links that were measured while everything took so much longer because of others are not kept."""
 _UPDATED_ELEMENTS = (64, 4096, 65536, 2**20)
 _PAYLOAD_BYTES = (2**12, 2**16, 2**19, 2**21, 2**23)
 _COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
@@ -91,17 +92,11 @@ def calibrate(
             store.known.updates[optimizer] = _measure_optimizer(optimizer, timer, kind)
         if not store.known.copies and clock() < deadline_s:
             store.known.copies.update(_measure_copies(timer))
-        if links is not None:
+        links = links or store.known.links.get(str(devices))
+        if links is None and devices > 1:
+            links = _own_links(devices, left_s=deadline_s - clock(), kind=kind, threads=threads, notice=notice)
+        if links is not None and links.disturbance <= _DISTURBED:
             store.known.links[str(devices)] = links
-        elif devices > 1 and str(devices) not in store.known.links:
-            left_s = deadline_s - clock()
-            if left_s < _LINKS_S:
-                notice(f"the links between {devices} devices are not measured: that takes {_LINKS_S:.0f} s")
-            else:
-                notice(f"measuring the links between {devices} devices")
-                store.known.links[str(devices)] = measure_links(
-                    devices, kind=kind, threads=threads, timeout_s=max(_LINKS_S, left_s)
-                )
         store.save()
         wanted = _wanted(programs)
         missing = [one for one in wanted.values() if one.signature not in store.known.parts]
@@ -116,9 +111,25 @@ def calibrate(
         )
     return Costs(
         calibration=_calibration(
-            store.known, devices=devices, optimizer=optimizer, measured=measured, estimated=len(wanted) - measured
+            store.known, links=links, optimizer=optimizer, measured=measured, estimated=len(wanted) - measured
         )
     )
+
+
+def _own_links(devices: int, *, left_s: float, kind: str, threads: int, notice: Notice) -> Links | None:
+    """Measured with processes of its own; None if there is no time, or if they fail: then rough rates must do."""
+    if left_s < _LINKS_S:
+        notice(f"the links between {devices} devices are not measured: that takes {_LINKS_S:.0f} s")
+        return None
+    notice(f"measuring the links between {devices} devices")
+    try:
+        links = measure_links(devices, kind=kind, threads=threads, timeout_s=left_s)
+    except RuntimeError as error:
+        notice(f"{error}; rough rates are used instead")
+        return None
+    if links.disturbance > _DISTURBED:
+        notice("others use this machine; the links that were measured are rough and will be measured again")
+    return links
 
 
 def _timer(kind: str, threads: int) -> Clock:
@@ -157,6 +168,8 @@ class Links:
     costs: Mapping[Kind, tuple[LinkCost, ...]]
     overlap_share: float
     crowding: tuple[tuple[int, float], ...]
+    disturbance: float = 1.0
+    """How much longer things took because of others on the machine."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -164,6 +177,7 @@ class Links:
             "costs": {kind.value: [dataclasses.asdict(one) for one in found] for kind, found in self.costs.items()},
             "overlap_share": self.overlap_share,
             "crowding": [list(one) for one in self.crowding],
+            "disturbance": self.disturbance,
         }
 
     @classmethod
@@ -179,6 +193,7 @@ class Links:
             },
             overlap_share=_seconds(plain["overlap_share"]),
             crowding=tuple((int(count), _seconds(factor)) for count, factor in plain["crowding"]),
+            disturbance=_seconds(plain["disturbance"]),
         )
 
 
@@ -297,9 +312,8 @@ class Store:
 # ---- from what is known to costs ----
 
 
-def _calibration(known: Known, *, devices: int, optimizer: str, measured: int, estimated: int) -> Calibration:
+def _calibration(known: Known, *, links: Links | None, optimizer: str, measured: int, estimated: int) -> Calibration:
     rates, rest = fit_rates(known.parts.values())
-    links = known.links.get(str(devices))
     extra: dict[str, Any] = {}
     if links is not None:
         extra = {"links": links.costs, "overlap_share": links.overlap_share, "crowding": links.crowding}
@@ -524,11 +538,34 @@ def _reads(refined: Refined, call: Call) -> Iterator[tuple[int, str, Box]]:
             yield next(slots), name, box
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    compute: PartCompute
+    reads: tuple[int, ...]
+    makes: tuple[int | None, ...]
+    drops: tuple[int, ...]
+    with_grad: bool
+    autocast: torch.dtype | None
+
+
 class _Timed(SegmentRunner):
-    """Runs a segment and notes when each op began and ended, forward and backward."""
+    """Runs a segment op by op and notes when each one began and ended, forward and backward."""
 
     def __init__(self, segment: Segment, refined: Refined, timer: Clock, kind: str) -> None:
         super().__init__(segment, refined)
+        self._ops: list[_Step] = []
+        for call, drops in zip(segment.calls, segment.drops, strict=True):
+            op = refined.cases[call.op].op
+            self._ops.append(
+                _Step(
+                    compute=compute_part(refined, call.op, call.ranges, shifted=call.shifted),
+                    reads=call.reads,
+                    makes=call.makes,
+                    drops=drops,
+                    with_grad=op.with_grad,
+                    autocast=getattr(torch, op.autocast) if op.autocast else None,
+                )
+            )
         self._timer = timer
         self._kind = kind
         self.forward_s: list[float] = []
@@ -553,7 +590,7 @@ class _Timed(SegmentRunner):
                 seen.add(value.grad_fn)
         inputs.clear()
         self.forward_s, self.marks, self.aside_s = [], [], 0.0
-        for number, step in enumerate(self._steps):
+        for number, step in enumerate(self._ops):
             began_s = self.now()
             values = [slots[slot] for slot in step.reads]
             with _modes(step):
@@ -584,7 +621,7 @@ class _Timed(SegmentRunner):
 
     def backward_s(self, began_s: float, ended_s: float) -> tuple[list[float], float]:
         """Of each op, and what came before the first of them."""
-        found = [0.0] * len(self._steps)
+        found = [0.0] * len(self._ops)
         if not self.marks:
             return found, ended_s - began_s
         times = [when for _, when in self.marks] + [ended_s]
@@ -593,7 +630,9 @@ class _Timed(SegmentRunner):
         return found, times[0] - began_s
 
 
-def _modes(step: Any) -> contextlib.AbstractContextManager[Any]:
+def _modes(step: _Step) -> contextlib.AbstractContextManager[Any]:
+    if step.with_grad and step.autocast is None:
+        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     if not step.with_grad:
         stack.enter_context(torch.no_grad())
@@ -605,7 +644,7 @@ def _modes(step: Any) -> contextlib.AbstractContextManager[Any]:
 def _measure_window(
     window: Segment, refined: Refined, known: Known, *, deadline_s: float, clock: Clock, timer: Clock, kind: str
 ) -> None:
-    """Run a window several times; each op's time is a low quantile of its times."""
+    """Run a window several times; each op's time is its median, as it is a median step that is predicted."""
     runner = _Timed(window, refined, timer, kind)
     values = _random_values(window, refined, kind)
     place = Place(key=1)
@@ -640,7 +679,7 @@ def _measure_window(
         known.overheads.append((derived, _low(a for a, _ in overheads), _low(b for _, b in overheads)))
     times: dict[str, list[tuple[float, float]]] = {}
     for i, call in enumerate(window.calls):
-        seconds = (_low(one[i] for one in forward), _low(one[i] for one in backward))
+        seconds = (statistics.median(one[i] for one in forward), statistics.median(one[i] for one in backward))
         times.setdefault(signature(refined, window, call), []).append(seconds)
     positions = {signature(refined, window, call): call for call in window.calls}
     for name, found_s in times.items():
@@ -724,8 +763,8 @@ def _measure_optimizer(name: str, clock: Clock, kind: str) -> tuple[tuple[int, f
 def _measure_copies(clock: Clock) -> dict[str, float]:
     """Of gradients that are summed, and of tensors that are put together from halves."""
     sizes = (2**10, 2**16, 2**20)
-    adds = [_repeated(functools.partial(torch.add, *torch.randn(2, size)), clock) for size in sizes]
-    joined = [_repeated(functools.partial(_assemble_halves, torch.randn(1, size // 2)), clock) for size in sizes]
+    adds = [_repeated(torch.Tensor.add_, list(torch.randn(_pairs(size), 2, size)), clock) for size in sizes]
+    joined = [_repeated(_assemble_halves, list(torch.randn(_pairs(size), 2, size // 2)), clock) for size in sizes]
     sizes_bytes = [4.0 * size for size in sizes]
     assemble_s, assemble_byte_s = fit_line(sizes_bytes, joined)
     add_s, add_byte_s = fit_line(sizes_bytes, adds)
@@ -737,19 +776,26 @@ def _measure_copies(clock: Clock) -> dict[str, float]:
     }
 
 
-def _assemble_halves(half: torch.Tensor) -> torch.Tensor:
-    columns = half.shape[1]
-    parts = [(Box(ranges=((row, row + 1), (0, columns))), half) for row in range(2)]
+def _pairs(elements: int) -> int:
+    """So many that the caches do not hold them: gradients that are summed have not been touched for a while."""
+    return max(4, min(64, 2**23 // elements))
+
+
+def _assemble_halves(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    (columns,) = one.shape
+    parts = [(Box(ranges=((row, row + 1), (0, columns))), half) for row, half in enumerate((one, other))]
     return assemble(parts, ((2,), (columns,)), Box(ranges=((0, 2), (0, columns))))
 
 
-def _repeated(run: Callable[[], Any], clock: Clock, *, repeats: int = 12) -> float:
+def _repeated(run: Callable[[Any, Any], Any], pairs: Sequence[Any], clock: Clock, *, repeats: int = 6) -> float:
+    """Seconds of one run, one pair after another."""
     times = []
     for _ in range(repeats):
         began_s = clock()
-        run()
-        times.append(clock() - began_s)
-    return max(0.0, _low(times[2:]))
+        for one, other in pairs:
+            run(one, other)
+        times.append((clock() - began_s) / len(pairs))
+    return max(0.0, _low(times[1:]))
 
 
 # ---- links ----
@@ -836,8 +882,8 @@ def measure_links_within(*, kind: str = "cpu", clock: Clock = time.perf_counter)
     sends = _measure_sends(clock, kind) if rank < 2 else [0.0] * 4
     dist.barrier()
     share = _measure_overlap(clock, kind)
-    crowding = _measure_crowding(_timer(kind, torch.get_num_threads()), kind)
-    agreed = torch.tensor([*found, *sends, share, crowding], dtype=torch.float64).to(kind)
+    crowding, disturbance = _measure_crowding(_timer(kind, torch.get_num_threads()), clock, kind)
+    agreed = torch.tensor([*found, *sends, share, crowding, disturbance], dtype=torch.float64).to(kind)
     dist.broadcast(agreed, src=0)
     numbers = iter(agreed.tolist())
     costs: dict[Kind, list[LinkCost]] = {}
@@ -849,6 +895,7 @@ def measure_links_within(*, kind: str = "cpu", clock: Clock = time.perf_counter)
         costs={what: tuple(ones) for what, ones in costs.items()},
         overlap_share=next(numbers),
         crowding=((1, 1.0), (size, max(1.0, next(numbers)))),
+        disturbance=next(numbers),
     )
 
 
@@ -958,16 +1005,18 @@ def _measure_overlap(clock: Clock, device: str) -> float:
     return min(1.0, max(0.0, _low(used[2:]) / _low(taken[2:])))
 
 
-def _measure_crowding(clock: Clock, device: str) -> float:
-    """How much longer a computation takes if all devices compute: they share caches and memory."""
-    alone, together = [], []
-    for _ in range(3):  # in turns, and the best of each: others may use the machine, too
+def _measure_crowding(timer: Clock, clock: Clock, device: str) -> tuple[float, float]:
+    """How much longer a computation takes if all devices compute, since they share caches; and because of others."""
+    alone, together, taken = [], [], []
+    for _ in range(3):  # in turns, and the best of each
         dist.barrier()
         if dist.get_rank() == 0:
-            alone.append(_workload_s(clock, device))
+            alone.append(_workload_s(timer, device))
         dist.barrier()
-        together.append(_workload_s(clock, device))
-    return min(together) / min(alone) if alone else 1.0
+        began_s, used_s = clock(), timer()
+        together.append(_workload_s(timer, device))
+        taken.append((clock() - began_s) / max(1e-9, timer() - used_s))
+    return min(together) / min(alone) if alone else 1.0, min(taken)
 
 
 def _workload_s(clock: Clock, device: str) -> float:

@@ -22,7 +22,9 @@ from rota.runtime.segment import SegmentRunner, Tape
 class DeviceRun:
     """One device of a program."""
 
-    def __init__(self, program: Program, device: int, *, seed: int = 0, plain_random: bool = False) -> None:
+    def __init__(
+        self, program: Program, device: int, *, seed: int = 0, plain_random: bool = False, compiled: bool = False
+    ) -> None:
         self.program = program
         self.device = device
         self.values: dict[Value, torch.Tensor] = {}
@@ -30,6 +32,7 @@ class DeviceRun:
         self._factors = program.refined.factors
         self._seed = seed
         self._plain = plain_random
+        self._compiled = compiled
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._runners: dict[int, SegmentRunner] = {}
@@ -182,7 +185,9 @@ class DeviceRun:
 
     def _runner(self, index: int) -> SegmentRunner:
         if index not in self._runners:
-            self._runners[index] = SegmentRunner(self.program.segments[index], self.program.refined)
+            self._runners[index] = SegmentRunner(
+                self.program.segments[index], self.program.refined, compiled=self._compiled
+            )
         return self._runners[index]
 
     def _place(self, node: Node) -> Place:

@@ -48,11 +48,12 @@ class Engine:
         groups: comm.Groups | None = None,
         seed: int = 0,
         plain_random: bool = False,
+        compiled: bool = False,
         bucket_bytes: int = 4 * 2**20,
     ) -> None:
         self.program = program
         self.rank = rank
-        self.device = DeviceRun(program, rank, seed=seed, plain_random=plain_random)
+        self.device = DeviceRun(program, rank, seed=seed, plain_random=plain_random, compiled=compiled)
         self._graph = program.refined.graph
         self._factors = program.refined.factors
         self._groups = groups or comm.Groups()

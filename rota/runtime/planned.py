@@ -84,6 +84,7 @@ class Planned:
                     rank=self._gang.rank,
                     groups=self._gang.groups,
                     seed=self._parts.task.seed,
+                    compiled=self._parts.task.compile,
                     beside=beside,
                 )
             found = self._engines[id(program)] = (program, engine)
@@ -139,7 +140,7 @@ class Planned:
         mine = numbers_of(outputs)
         mine |= {name: float(engine.free_output(name)) for name in names if engine.gives_free_output(name)}
         summed = self._gang.sum(torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64))
-        return dict(zip(names, summed.tolist(), strict=True))
+        return dict(zip(names, summed.tolist(), strict=True)) | dict(program.refined.graph.numbers)
 
     # ---- state ----
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rota.graph.part import PartCompute, Place, compute_part
+from rota.graph.part import Place
 from rota.graph.refine import Refined
 from rota.plan.program import Segment
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    compute: PartCompute
-    reads: tuple[int, ...]
-    makes: tuple[int | None, ...]
-    drops: tuple[int, ...]
-    with_grad: bool
-    autocast: torch.dtype | None
+from rota.runtime.generate import generate, is_random_segment
+from rota.runtime.trial import Trial
 
 
 @dataclass(kw_only=True)
@@ -66,24 +58,21 @@ class _Entry(torch.autograd.Function):
 class SegmentRunner:
     """A segment, ready to run."""
 
-    def __init__(self, segment: Segment, refined: Refined) -> None:
+    def __init__(self, segment: Segment, refined: Refined, *, compiled: bool = False) -> None:
+        """`compiled` passes its code through torch.compile, and keeps what comes out if that is faster."""
         self.segment = segment
-        self._steps: list[_Step] = []
-        for call, drops in zip(segment.calls, segment.drops, strict=True):
-            op = refined.cases[call.op].op
-            self._steps.append(
-                _Step(
-                    compute=compute_part(refined, call.op, call.ranges, shifted=call.shifted),
-                    reads=call.reads,
-                    makes=call.makes,
-                    drops=drops,
-                    with_grad=op.with_grad,
-                    autocast=getattr(torch, op.autocast) if op.autocast else None,
-                )
-            )
+        self.module = generate(segment, refined)
+        self._call: Callable[..., Any] = self.module.forward
+        self._trial = Trial(self.module) if compiled and not is_random_segment(segment, refined) else None
 
     def forward(self, values: Sequence[torch.Tensor], place: Place) -> tuple[list[torch.Tensor], Tape | None]:
         """What goes out, detached, and the tape for the backward run."""
+        if self._trial is None:
+            return self._forward(values, place)
+        with self._trial.timing(ends=not self.segment.grad):
+            return self._forward(values, place)
+
+    def _forward(self, values: Sequence[torch.Tensor], place: Place) -> tuple[list[torch.Tensor], Tape | None]:
         segment = self.segment
         if not segment.grad:
             with torch.no_grad():
@@ -104,6 +93,18 @@ class SegmentRunner:
         place: Place | None = None,
     ) -> list[torch.Tensor | None]:
         """The gradient of each entry. `values` are the entries that it needs again: all if it is recomputed."""
+        if self._trial is None:
+            return self._backward(tape, gradients, values, place)
+        with self._trial.timing(ends=True):
+            return self._backward(tape, gradients, values, place)
+
+    def _backward(
+        self,
+        tape: Tape,
+        gradients: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor | None],
+        place: Place | None,
+    ) -> list[torch.Tensor | None]:
         if self.segment.recompute:
             assert place is not None
             with _generator(tape.generator):
@@ -171,21 +172,8 @@ class SegmentRunner:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _run(self, inputs: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
-        slots: list[Any] = [*inputs, *([None] * (self.segment.slots - len(inputs)))]
-        for entry, value in zip(self.segment.entries, inputs, strict=True):
-            slots[entry.slot] = value
-        inputs.clear()
-        for step in self._steps:
-            values = [slots[slot] for slot in step.reads]
-            with _modes(step):
-                made = step.compute(values, place)
-            for slot, value in zip(step.makes, made, strict=True):
-                if slot is not None:
-                    slots[slot] = value
-            del values, made
-            for slot in step.drops:
-                slots[slot] = None
-        return [slots[exit.slot] for exit in self.segment.exits]
+        call = self._call if self._trial is None else self._trial.choice
+        return list(call(place, *inputs))
 
 
 @contextlib.contextmanager
@@ -200,14 +188,3 @@ def _generator(state: torch.Tensor | None) -> Any:
         yield
     finally:
         torch.set_rng_state(before)
-
-
-def _modes(step: _Step) -> contextlib.AbstractContextManager[Any]:
-    if step.with_grad and step.autocast is None:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    if not step.with_grad:
-        stack.enter_context(torch.no_grad())
-    if step.autocast is not None:
-        stack.enter_context(torch.autocast("cpu", dtype=step.autocast))
-    return stack

@@ -24,7 +24,7 @@ def with_samples(refined: Refined, samples: int) -> Graph | None:
     For predictions only: a number that the model's code made of the batch's size stays what it was.
     """
     graph, families, whole = refined.graph, refined.batch_families(), refined.samples
-    if whole is None or samples >= whole or (graph.constants and _depends(refined, families)):
+    if whole is None or samples >= whole or _counts_samples_apart(refined, whole):
         return None
     shapes: dict[str, tuple[int, ...]] = {}
     for name in graph.tensors:
@@ -43,9 +43,11 @@ def with_samples(refined: Refined, samples: int) -> Graph | None:
     return made if _is_sound(made) else None
 
 
-def _depends(refined: Refined, families: frozenset[int]) -> bool:
-    """Whether a constant counts samples."""
-    return any(not families.isdisjoint(refined.families[name]) for name in refined.graph.constants)
+def _counts_samples_apart(refined: Refined, whole: int) -> bool:
+    """Whether something that the batch is not read for is as long as the batch, such as an index of the samples."""
+    tensors = refined.graph.tensors
+    made = [name for op in refined.graph.ops if not op.inputs for name in op.outputs if name is not None]
+    return any(whole in tensors[name].shape for name in (*made, *refined.graph.constants))
 
 
 def _resized(refined: Refined, op: Op, ranges: Ranges) -> Op:

@@ -28,14 +28,11 @@ from rota.strategies.zero import Zero
 ADAM = 2.0
 """The bytes of Adam's moments for each byte of a parameter."""
 
-_ESTIMATE_ERROR = 0.1
-"""How far the step that is told from fewer layers and replicas may be from that of the whole."""
+_STEP_ERROR, _PEAK_ERROR = 0.03, 0.1
+"""How far what is told from fewer layers and replicas may be from the whole; the peak is not linear throughout."""
 
 _MOST_EXACT = 4
 """So many of the best are measured as they are, where others are told from smaller ones."""
-
-_CLOSE = 0.02
-"""A candidate that is told to be slower by more than this than one that is known exactly is not looked at again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +218,7 @@ class _Searching:
         assert one.bound is not None
         best = self._best()
         if best is not None:
-            slack = 0.0 if best.measured is not None and best.measured.exact else _ESTIMATE_ERROR
+            slack = 0.0 if best.measured is not None and best.measured.exact else _STEP_ERROR
             if one.bound.step_s > best.step_s * (1 + slack):
                 one.skipped = f"computes for {format_seconds(one.bound.step_s)} at least"
                 return
@@ -261,23 +258,23 @@ class _Searching:
 
     def _look_again(self) -> None:
         """Measure the best as they are, until none that is told from a smaller one may be better."""
-        for _ in range(_MOST_EXACT):
-            best = self._best()
+        tried = 0
+        while True:
             exact = self._best(exact=True)
+            if exact is not None and tried >= _MOST_EXACT:
+                return
+            tried += 1
             told = [
                 one
                 for one in self._states
                 if one.measured is not None
                 and not one.measured.exact
-                and one.peak_bytes <= self._memory * (1 + _ESTIMATE_ERROR)
-                and (exact is None or one.step_s <= exact.step_s * (1 - _CLOSE))
+                and one.peak_bytes <= self._memory * (1 + _PEAK_ERROR)
+                and (exact is None or one.step_s < exact.step_s)
             ]
-            if best is None and not told:
+            if not told or (exact is not None and time.monotonic() > self._until_s):
                 return
-            if exact is not None and (not told or time.monotonic() > self._until_s):
-                return
-            if told:
-                self._try(min(told, key=lambda one: (one.step_s, one.text)), self._meter.exact)
+            self._try(min(told, key=lambda one: (one.step_s, one.text)), self._meter.exact)
 
     def _best(self, *, exact: bool = False) -> _State | None:
         fitting = [

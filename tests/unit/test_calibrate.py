@@ -1,5 +1,6 @@
 """What is measured is kept and used, what is damaged is measured again, and the rest is estimated."""
 
+import dataclasses
 import json
 import os
 import stat
@@ -214,6 +215,28 @@ def test_links_are_measured_once(data, tmp_path, monkeypatch):
         costs = calibrate([data], budget_s=60.0, cache=tmp_path, clock=FakeClock(1e-4))
     assert calls == [(2,)]
     assert costs.calibration.links == LINKS.costs
+
+
+def test_links_that_others_disturbed_are_used_and_not_kept(data, tmp_path, monkeypatch):
+    rough = dataclasses.replace(LINKS, disturbance=3.0)
+    calls, said = [], []
+    monkeypatch.setattr(calibration, "measure_links", lambda *a, **k: calls.append(a) or rough)
+    for _ in range(2):
+        costs = calibrate([data], budget_s=60.0, cache=tmp_path, clock=FakeClock(1e-4), notice=said.append)
+    assert len(calls) == 2
+    assert costs.calibration.links == LINKS.costs
+    assert any("others use this machine" in text for text in said)
+
+
+def test_links_that_cannot_be_measured_are_rough(data, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("the links could not be measured: no network")
+
+    said = []
+    monkeypatch.setattr(calibration, "measure_links", fail)
+    costs = calibrate([data], budget_s=60.0, cache=tmp_path, clock=FakeClock(1e-4), notice=said.append)
+    assert costs.calibration.links == {}
+    assert any("no network" in text for text in said)
 
 
 # ---- estimates ----
