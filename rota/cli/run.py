@@ -22,9 +22,7 @@ from rota.store.run_folder import new_run_path
 @click.option("--out", type=click.Path(path_type=Path), help="The run folder; by default a new one below runs/.")
 @click.option("--retries", default=2, show_default=True, help="How often a task goes on after its worker died.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
-@click.option(
-    "--strategy", metavar="S", help="How tasks run on devices: tensor, 'data(2) * tensor(2)', ..."
-)
+@click.option("--strategy", metavar="S", help="How tasks run on devices: tensor, 'data(2) * tensor(2)', ...")
 @device_options
 @json_option
 def run(

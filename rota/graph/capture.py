@@ -190,7 +190,7 @@ def _build(
 def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> tuple[dict[str, str], dict[str, float]]:
     (result,) = (node for node in exported.graph.nodes if node.op == "output")
     names = pytree.tree_unflatten(
-        [builder.value(one) if isinstance(one, torch.fx.Node) else None for one in result.args[0]],
+        [builder.value(one) if isinstance(one, torch.fx.Node) else one for one in result.args[0]],
         exported.call_spec.out_spec,
     )
     outputs = {name: ref.name for name, ref in names.items() if isinstance(ref, Ref)}

@@ -93,6 +93,14 @@ class Search:
             lines.append(f"   and {len(self.candidates) - len(shown)} more")
         return lines
 
+    def sentence(self) -> str:
+        """What was chosen and why the next one was not, in one line."""
+        best = self.chosen
+        step = "" if best.step_s is None else f", {format_seconds(best.step_s)} a step predicted"
+        rest = [one for one in self.candidates[1:] if one.measured and one.fits][:2]
+        others = "; ".join(f"{one.text} is {one.why}" for one in rest if one.why)
+        return f"{best.text} of {len(self.candidates)} candidates{step}" + (f" ({others})" if others else "")
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {

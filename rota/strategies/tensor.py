@@ -42,10 +42,10 @@ class _Columns:
         self._vocabulary = Vocabulary(plan.refined, degree) if vocabulary else None
 
     def choose(self, op: Op) -> Choice:
-        """Along heads or columns; else along the sequence, if wished; else copied."""
-        dim = dim_of(self._refined, op.name, self._families)
-        if dim is None and self._vocabulary is not None:
-            dim = self._vocabulary.dim_of(op)
+        """Along the vocabulary, if wished; along heads or columns; else along the sequence, if wished; else copied."""
+        dim = self._vocabulary.dim_of(op) if self._vocabulary is not None else None
+        if dim is None:
+            dim = dim_of(self._refined, op.name, self._families)
         if dim is None and op.kind != "scaled_dot_product_attention":
             dim = dim_of(self._refined, op.name, self._sequence)
         return Copy() if dim is None else Cut(dim=dim.name)

@@ -89,7 +89,7 @@ def test_where_the_trace_is_written_is_said(explain):
         (
             (QUICKSTART, "--task", TASK, "--strategy", "magic"),
             2,
-            "there is no strategy 'magic'; choose one of coshard, ",
+            "there is no strategy 'magic'; choose one of auto, ",
         ),
         ((QUICKSTART, "--task", TASK, "--devices", "17"), 2, "a batch of 16 samples cannot be shared by 17 devices"),
         ((QUICKSTART, "--task", TASK, "--devices", "0"), 2, "at least 1"),

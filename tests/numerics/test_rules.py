@@ -379,16 +379,27 @@ ATTENTIONS = [
     attention((5, 3), (6, 3), (6, 2), dropout_p=0.4, dims="l f"),
 ]
 
+BLOCKS = [
+    E(
+        torch.ops.rota.block_scores.default,
+        floats(5, 3, 4),
+        ints(12, 5),
+        torch.arange(0, 12, 4),
+        12,
+        -100,
+        dims="n b",
+    ),
+]
 EXAMPLES = [*POINTWISE, *PRODUCTS, *ALONG, *NORMS, *LOSSES, *VIEWS, *CREATORS, *POSITIONAL, *ATTENTIONS]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+@pytest.mark.parametrize("example", [*EXAMPLES, *BLOCKS], ids=str)
 def test_parts_make_up_the_whole_and_the_cuttable_dims_are_these(example):
     assert set(check_rule(example.op, *example.args, **example.kwargs)) == example.dims
 
 
 def test_every_kind_has_an_example():
-    own = {kind for kind in rules.kinds() if not kind.startswith("testlib.")}
+    own = {kind for kind in rules.kinds() if not kind.startswith(("testlib.", "rota."))}
     assert own - {example.kind for example in EXAMPLES} == set()
 
 

@@ -19,7 +19,9 @@ from rota.store.journal import Journal, read_events, read_metrics, read_summary
 
 NAMES = st.sampled_from(["a", "b", "c"])
 EVENTS = st.one_of(
-    st.builds(Launched, task=NAMES, attempt=st.integers(1, 9), devices=st.lists(st.text(max_size=5), max_size=3).map(tuple)),
+    st.builds(
+        Launched, task=NAMES, attempt=st.integers(1, 9), devices=st.lists(st.text(max_size=5), max_size=3).map(tuple)
+    ),
     st.builds(Noticed, task=NAMES, attempt=st.integers(1, 9), text=st.text(max_size=20)),
     st.builds(Saved, task=NAMES, attempt=st.integers(1, 9), step=st.integers(0, 10**9), write_s=st.floats(0, 9)),
     st.builds(Halted, task=NAMES, attempt=st.integers(1, 9), step=st.integers(0, 10**9)),
