@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from rota.cluster.discover import cpu_label
+from rota.cluster.discover import available_cores, cpu_label
 from rota.graph.cost import work_of
 from rota.graph.graph import Role
 from rota.graph.part import PartCompute, Place, compute_part, makes_of, reads_of
@@ -85,9 +85,11 @@ def calibrate(
     deadline_s = clock() + budget_s
     timer = timer or _timer(kind, threads)
     programs = list(programs)
-    devices = max((program.devices for program in programs), default=1)
+    # Larger groups are extrapolated from these; more processes than cores would measure each other.
+    devices = min(max((program.devices for program in programs), default=1), 4 if len(available_cores()) >= 4 else 2)
     store = Store.open(cache or cache_folder(), threads=threads, kind=kind)
-    with _threads(threads):
+    # Whoever calibrates in the midst of a task draws no random number for it.
+    with _threads(threads), torch.random.fork_rng(devices=[]):
         if not store.known.updates.get(optimizer) and clock() < deadline_s:
             store.known.updates[optimizer] = _measure_optimizer(optimizer, timer, kind)
         if not store.known.copies and clock() < deadline_s:

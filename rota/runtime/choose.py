@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from rota.errors import CaptureError, RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
+from rota.runtime.calibrate import Links, Store, cache_folder, calibrate, measure_links_within
 from rota.runtime.executor import Executor, Parts, loss_of, placed
-from rota.runtime.gang import Gang
+from rota.runtime.gang import Gang, talking
 from rota.runtime.planned import Planned, is_elementwise
 from rota.runtime.wrapped import Wrapped, Wrapper
-from rota.strategies.base import Strategy, describe, find
+from rota.search.search import search
+from rota.state.rng import keeping_random_state
+from rota.strategies.base import find
+from rota.strategies.single import single
 
 # A search takes seconds: not for a task that one device trains meanwhile.
 _WORTH_S = 20.0
+_SEARCH_S = 60.0
+# The best few by rough rates are looked at with measured ones.
+_MEASURED = 5
+_CALIBRATE_S = 20.0
 
 Notice = Callable[[str], None]
 
@@ -36,9 +46,15 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
         return Wrapped(parts, batch, gang=gang, wrapper=wrapper, notice=notice)
     text = ""
     if gang.leads:
-        text = best(graph, parts, gang.size, steps=steps, memory_bytes=memory_bytes, notice=notice)
-    chosen: Strategy = find(gang.told(text))
-    return Planned(parts, batch, gang=gang, strategy=chosen, graph=graph, notice=notice)
+        text = quick_answer(graph, steps=steps, memory_bytes=memory_bytes, notice=notice)
+    text = gang.told(text)
+    if not text:
+        with keeping_random_state():
+            links = measured_links(gang)
+            if gang.leads:
+                text = best(graph, parts, gang.size, memory_bytes=memory_bytes, links=links, notice=notice)
+        text = gang.told(text)
+    return Planned(parts, batch, gang=gang, strategy=find(text), graph=graph, notice=notice)
 
 
 def graph_of(parts: Parts, batch: Any) -> Graph:
@@ -47,21 +63,49 @@ def graph_of(parts: Parts, batch: Any) -> Graph:
     return capture(parts.model, placed(batch, parts), lambda model, one: loss_of(parts.task, model, one, kind))
 
 
-def best(graph: Graph, parts: Parts, devices: int, *, steps: int, memory_bytes: int, notice: Notice) -> str:
-    """The strategy that is predicted to be the fastest of those that fit, as text."""
-    from rota.plan.simulate import Costs
-    from rota.search.search import search
-    from rota.strategies.single import single
-
-    alone = single()(graph, 1).compile().simulate(Costs())
+def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice) -> str:
+    """One device, if that trains the task in less time than a search is worth; else nothing."""
+    alone = single()(graph, 1).compile().simulate()
     fits = alone.peak_bytes[0] + 2 * alone.stored_bytes[0] <= memory_bytes
-    if fits and alone.makespan_s * steps < _WORTH_S:
-        notice(f"auto: one device trains this in about {alone.makespan_s * steps:.0f} s, so it is not cut")
-        return str(single())
+    if not fits or alone.makespan_s * steps > _WORTH_S:
+        return ""
+    notice(f"auto: one device trains this in about {alone.makespan_s * steps:.0f} s, so it is not cut")
+    return str(single())
+
+
+def measured_links(gang: Gang) -> Links | None:
+    """What it costs this gang to communicate: measured once on a machine, by all processes together."""
+    store = Store.open(cache_folder(), threads=torch.get_num_threads(), kind=gang.kind)
+    known = store.known.links.get(str(gang.size))
+    if gang.told(known is not None):
+        return known
+    with talking():
+        return measure_links_within(kind=gang.kind)
+
+
+def best(graph: Graph, parts: Parts, devices: int, *, memory_bytes: int, links: Links | None, notice: Notice) -> str:
+    """The strategy that is predicted to be the fastest of those that fit, as text."""
+    whole_parameters = not is_elementwise(parts.optimizer)
     try:
-        found = search(graph, devices, memory_bytes=memory_bytes, whole_parameters=not is_elementwise(parts.optimizer))
+        rough = search(graph, devices, memory_bytes=memory_bytes, whole_parameters=whole_parameters, budget_s=_SEARCH_S)
+        likely = [one.text for one in rough.candidates if one.measured and one.fits][:_MEASURED]
+        costs = calibrate(
+            [find(text)(graph, devices).compile() for text in likely],
+            budget_s=_CALIBRATE_S,
+            threads=torch.get_num_threads(),
+            links=links,
+            notice=notice,
+        )
+        found = search(
+            graph,
+            devices,
+            memory_bytes=memory_bytes,
+            whole_parameters=whole_parameters,
+            costs=costs,
+            within=lambda strategy: str(strategy) in likely,
+        )
     except RotaError as error:
         notice(f"auto: {error}; one device runs it")
-        return describe(single())
-    notice("auto: " + found.sentence())
-    return str(found.chosen.text)
+        return str(single())
+    notice(f"auto: {found.sentence()}")
+    return found.chosen.text

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+
+@contextlib.contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """What is drawn meanwhile is not missed by the task."""
+    before = get_state(torch.device("cpu"))
+    try:
+        yield
+    finally:
+        set_state(before, torch.device("cpu"))
 
 
 def seed_all(seed: int) -> None:

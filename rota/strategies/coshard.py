@@ -15,8 +15,9 @@ from rota.graph.cost import work_of
 from rota.graph.graph import Graph, Op, Role
 from rota.graph.refine import Dim, Refined
 from rota.graph.rules import occurrences
-from rota.plan.plan import Plan
+from rota.plan.plan import Part, Plan
 from rota.strategies.base import register
+from rota.strategies.mesh import Choice, Copy, Mesh, Recipe
 
 _USUAL_PARTS = 4
 _PRODUCTS_OF_A_LAYER = 4
@@ -24,31 +25,43 @@ _PRODUCTS_OF_A_LAYER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coshard:
+class Coshard(Recipe):
     """Cuts each layer into parts that follow each other on one device; one part is recomputing alone."""
 
+    degree: int | None = 1
+    """It needs no axis of devices: in a product each device does it to what it has."""
     parts: int = _USUAL_PARTS
-    microbatches: int = 1
 
     def __str__(self) -> str:
         """As the user writes it."""
-        return f"coshard({self.parts})"
+        more = "" if self.microbatches is None else f", microbatches={self.microbatches}"
+        return f"coshard({self.parts}{more})"
 
-    def __call__(self, graph: Graph, devices: int) -> Plan:
-        """A plan on one device; others stay idle."""
+    def begin(self, plan: Plan, degree: int) -> _OneAfterAnother:
+        """Refused if no layer can be cut so often."""
         if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
             raise InputError(f"coshard: parts must be a whole number of at least 1, not {self.parts!r}")
-        plan = Plan(graph, devices=devices, microbatches=self.microbatches)
-        plan.assign(graph.ops, 0)
+        return _OneAfterAnother(plan, self.parts)
+
+
+class _OneAfterAnother:
+    def __init__(self, plan: Plan, parts: int) -> None:
+        self._parts = parts
         # Recomputing alone is to be compared with cutting: it takes the runs that would be cut.
-        runs = find_runs(plan.refined, self.parts if self.parts > 1 else _USUAL_PARTS)
-        if not runs:
-            raise InputError(f"the model has no layer that can be cut into {self.parts}; use fewer parts")
-        for run in runs:
-            plan.recompute(run.dims)
-            if self.parts > 1:
-                _cut(plan, run, self.parts)
-        return plan
+        self._runs = find_runs(plan.refined, parts if parts > 1 else _USUAL_PARTS)
+        if not self._runs:
+            raise InputError(f"the model has no layer that can be cut into {parts}; use fewer parts")
+
+    def choose(self, op: Op) -> Choice:
+        """Other axes say where it is."""
+        return Copy()
+
+    def finish(self, mesh: Mesh) -> None:
+        """Cut what each device has."""
+        for run in self._runs:
+            mesh.plan.recompute(run.dims)
+            if self._parts > 1:
+                _cut(mesh.plan, run, self._parts)
 
 
 @dataclass(kw_only=True)
@@ -63,14 +76,19 @@ class Run:
 
 
 def _cut(plan: Plan, run: Run, parts: int) -> None:
-    """Cut a run, and begin a part when all of the one before it is done."""
-    of_op = {op: plan.split(op, dim, parts) for op, dim in run.dims.items()}
+    """Cut a run, and begin a part when all of the one before it on the same device is done."""
+    lanes: dict[int | None, dict[str, list[Part]]] = {}
+    for op, dim in run.dims.items():
+        for part in plan.parts(op):
+            lanes.setdefault(plan.device_of(part), {})[op] = plan.split(part, dim, parts)
     made = {name: op.name for op in plan.graph.ops if op.name in run.dims for name in op.outputs if name is not None}
     read = {made[name] for op in plan.graph.ops if op.name in run.dims for name in op.inputs if name in made}
     last = [op for op in run.dims if op not in read]
-    for before, after in itertools.pairwise(range(parts)):
-        for one, other in itertools.product(last, run.first):
-            plan.order(of_op[one][before], before=of_op[other][after])
+    for of_op in lanes.values():
+        for before, after in itertools.pairwise(range(parts)):
+            for one, other in itertools.product(last, run.first):
+                if one in of_op and other in of_op:
+                    plan.order(of_op[one][before], before=of_op[other][after])
 
 
 def find_runs(refined: Refined, parts: int) -> list[Run]:
@@ -270,7 +288,7 @@ def _numbered(module: str) -> list[str]:
     return [".".join(names[: i + 1]) for i, name in enumerate(names) if name.isdigit()]
 
 
-def coshard(parts: int = _USUAL_PARTS, *, microbatches: int = 1) -> Coshard:
+def coshard(parts: int = _USUAL_PARTS, *, microbatches: int | None = None) -> Coshard:
     """So many parts, one after another; coshard(1) recomputes the same layers without cutting them."""
     return Coshard(parts=parts, microbatches=microbatches)
 

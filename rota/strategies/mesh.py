@@ -154,6 +154,11 @@ class Recipe:
         """Both, each along its own axis."""
         return Product(recipes=(self,)) * other
 
+    @property
+    def fixed_devices(self) -> int | None:
+        """How many devices it needs, if its degree says so."""
+        return self.degree
+
     def default_microbatches(self, samples: int, degree: int) -> int:
         """In how many parts it likes to take a batch, if nobody says."""
         return 1
