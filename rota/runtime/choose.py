@@ -16,6 +16,7 @@ from rota.runtime.gang import Gang, talking
 from rota.runtime.planned import Planned, is_elementwise
 from rota.runtime.wrapped import Wrapped, Wrapper
 from rota.search.search import search
+from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
 from rota.state.rng import keeping_random_state
 from rota.strategies.base import find
 from rota.strategies.single import single
@@ -37,7 +38,10 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
         return Wrapped(parts, batch, gang=gang, wrapper=strategy, notice=notice)
     if strategy != "auto":
         made = find(strategy) if isinstance(strategy, str) else strategy
-        return Planned(parts, batch, gang=gang, strategy=made, notice=notice)
+        graph = graph_of(parts, batch)
+        return Planned(
+            parts, batch, gang=gang, strategy=balanced(made, graph, gang, notice), graph=graph, notice=notice
+        )
     try:
         graph = graph_of(parts, batch)
     except CaptureError as error:
@@ -54,7 +58,19 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
             if gang.leads:
                 text = best(graph, parts, gang.size, memory_bytes=memory_bytes, links=links, notice=notice)
         text = gang.told(text)
-    return Planned(parts, batch, gang=gang, strategy=find(text), graph=graph, notice=notice)
+    strategy = balanced(find(text), graph, gang, notice)
+    return Planned(parts, batch, gang=gang, strategy=strategy, graph=graph, notice=notice)
+
+
+def balanced(strategy: Any, graph: Graph, gang: Gang, notice: Notice) -> Any:
+    """A pipeline with its stages balanced by measured costs; the leader measures, for all must cut alike."""
+    if not wants_measured_stages(strategy):
+        return strategy
+    seconds = None
+    if gang.leads:
+        with keeping_random_state():
+            seconds = op_seconds(graph, microbatches_of(strategy, graph, gang.size), notice=notice)
+    return with_stages(strategy, gang.told(seconds))
 
 
 def graph_of(parts: Parts, batch: Any) -> Graph:

@@ -19,6 +19,7 @@ from rota.plan.program import Node, NodeKind, Program, Value
 from rota.runtime import comm
 from rota.runtime.buckets import Bucket, buckets_of
 from rota.runtime.device_run import DeviceRun, check_state
+from rota.runtime.fused import fuse
 from rota.runtime.pieces import assemble, cut, exchange
 
 _RECEIVES_AHEAD = 4
@@ -153,7 +154,7 @@ class Engine:
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:
         """Give this device an optimizer over its pieces."""
         pieces = [parameter for _, _, parameter in self.device.parameters()]
-        self._optimizer = make(pieces) if pieces else None
+        self._optimizer = fuse(make(pieces)) if pieces else None
 
     # ---- values under way ----
 

@@ -12,6 +12,7 @@ from rota.graph.refine import local_shape
 from rota.plan.box import Box
 from rota.plan.ownership import owned
 from rota.plan.program import Program
+from rota.runtime.fused import fuse
 from rota.runtime.gang import Gang, talking
 from rota.runtime.pieces import assemble, cut
 
@@ -59,6 +60,8 @@ class PieceOptimizer:
         self._pieces = pieces
         self._names: list[list[str | None]] = []
         """Of each group, what its parameters are called; None for one that no batch uses."""
+        self._said: list[Any] = []
+        """What the user said of each group's implementation."""
         self._rest: dict[int, dict[str, Any]] = {}
         """The state of those, by their number."""
         for group in optimizer.param_groups:
@@ -66,6 +69,7 @@ class PieceOptimizer:
 
     def cut(self, program: Program) -> None:
         """Replace the parameters, and what the optimizer remembers of them, by pieces."""
+        self._said = [group.get("fused") for group in self.optimizer.param_groups]
         number = 0
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             whole = list(group["params"])
@@ -81,6 +85,7 @@ class PieceOptimizer:
                         if found:
                             self.optimizer.state[piece] = found
                 number += 1
+        fuse(self.optimizer)
 
     def state_dict(self, program: Program, gang: Gang) -> dict[str, Any]:
         """As plain PyTorch's, of whole parameters; on the leader."""
@@ -88,6 +93,9 @@ class PieceOptimizer:
             {"params": list(numbers), **{key: value for key, value in group.items() if key != "params"}}
             for group, numbers in zip(self.optimizer.param_groups, self._numbers(), strict=True)
         ]
+        for group, said in zip(described, self._said, strict=True):
+            if "fused" in group:  # on one device the user's own choice counts again
+                group["fused"] = said
         state = {number: rest for number, rest in self._rest.items() if rest}
         for number, name in self._numbered():
             if name is not None:

@@ -14,6 +14,7 @@ from rota.plan.layout import Piece
 from rota.plan.ownership import owned
 from rota.plan.program import Node, NodeKind, Program
 from rota.runtime.device_run import DeviceRun, check_state
+from rota.runtime.fused import fuse
 from rota.runtime.ledger import Ledger
 from rota.runtime.pieces import assemble, cut, exchange
 
@@ -96,7 +97,7 @@ class InProcess:
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:
         """Give each device an optimizer over its pieces."""
         pieces = [[parameter for _, _, parameter in run.parameters()] for run in self._devices]
-        self._optimizers = [make(parameters) for parameters in pieces if parameters]
+        self._optimizers = [fuse(make(parameters)) for parameters in pieces if parameters]
 
     def execute(self, batch: Any, *, step: int = 0) -> None:
         """Run all nodes; gradients and results stay on their devices."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.graph.graph import Graph, Op, Ref, Role, replace_refs
-from rota.strategies.zero import layer_name
+from rota.strategies.dims import layer_name
 
 _FEWEST = 3
 """Layers that must look alike before it is worth to leave some out."""

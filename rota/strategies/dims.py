@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rota.graph.graph import Role
+from rota.graph.graph import Op, Role
 from rota.graph.refine import Dim, Refined
 from rota.graph.rules import occurrences
+from rota.plan.plan import Plan
 
 _PRODUCTS = frozenset({"linear", "addmm", "matmul", "mm", "bmm", "einsum", "conv1d", "conv2d"})
 
@@ -75,3 +76,20 @@ def paired_families(refined: Refined, degree: int) -> list[int]:
             chosen.append(number)
             taken |= family.weights.keys()
     return chosen
+
+
+def layers_of(plan: Plan) -> Iterator[list[Op]]:
+    """The ops of each layer: those whose module has the same number in its path, and the runs in between."""
+    groups: dict[str, list[Op]] = {}
+    for op in plan.graph.ops:
+        groups.setdefault(layer_name(op.module), []).append(op)
+    yield from groups.values()
+
+
+def layer_name(module: str) -> str:
+    """The path of a module up to its first number: blocks.3 of blocks.3.attention.query."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rota.errors import InputError
@@ -14,6 +13,7 @@ from rota.plan.layout import Piece
 from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.data import Samples
+from rota.strategies.dims import layers_of
 from rota.strategies.mesh import Choice, Mesh, Recipe
 
 
@@ -89,23 +89,6 @@ def _pieces(box: Box, parts: int) -> list[Box]:
     if shape[dim] < parts:
         dim = shape.index(max(shape))
     return list(box.split(dim, even_widths(shape[dim], parts)))
-
-
-def layers_of(plan: Plan) -> Iterator[list[Op]]:
-    """The ops of each layer: those whose module has the same number in its path, and the runs in between."""
-    groups: dict[str, list[Op]] = {}
-    for op in plan.graph.ops:
-        groups.setdefault(layer_name(op.module), []).append(op)
-    yield from groups.values()
-
-
-def layer_name(module: str) -> str:
-    """The path of a module up to its first number: blocks.3 of blocks.3.attention.query."""
-    parts = module.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ""
 
 
 def zero(degree: int | None = None, *, stage: int = 3, microbatches: int | None = None) -> Zero:
