@@ -50,7 +50,7 @@ class Engine:
         seed: int = 0,
         plain_random: bool = False,
         compiled: bool = False,
-        bucket_bytes: int = 4 * 2**20,
+        bucket_bytes: int = 25 * 2**20,
     ) -> None:
         self.program = program
         self.rank = rank

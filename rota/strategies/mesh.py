@@ -138,6 +138,11 @@ class Recipe:
     microbatches: int | None = None
     """In how many parts a batch is taken, one after another; one if nobody says more."""
 
+    def __post_init__(self) -> None:
+        for what, count in (("degree", self.degree), ("microbatches", self.microbatches)):
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise InputError(f"{_name(self)}: {what} must be a whole number of at least 1, not {count!r}")
+
     def prepare(self, graph: Graph, degree: int) -> Graph:
         """The same computation in ops that it can cut; the graph itself if it needs no others."""
         return graph
@@ -219,10 +224,6 @@ class Product:
 
     def degrees(self, devices: int) -> tuple[int, ...]:
         """Of each axis."""
-        for recipe in self.recipes:
-            for what, count in (("degree", recipe.degree), ("microbatches", recipe.microbatches)):
-                if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                    raise InputError(f"{_name(recipe)}: {what} must be a whole number of at least 1, not {count!r}")
         known = math.prod(recipe.degree for recipe in self.recipes if recipe.degree is not None)
         open_axes = [recipe for recipe in self.recipes if recipe.degree is None]
         if known == 0 or devices % known or (not open_axes and devices != known):

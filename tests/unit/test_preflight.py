@@ -1,0 +1,201 @@
+"""What cannot run is refused before a process starts, in one sentence that names the task."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rota
+from rota.cluster.device import Cluster, Device
+from rota.errors import InputError
+from rota.execute import preflight
+from rota.strategies.base import _FACTORIES, _USERS, find, with_microbatches
+from rota.testing.models import GPT
+
+ROWS = torch.randint(0, 32, (24, 9), generator=torch.Generator().manual_seed(1))
+
+
+def loss(model, rows):
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def task_of(**changes):
+    return rota.Task(
+        **(
+            {
+                "name": "one",
+                "model": lambda: GPT(vocabulary=32, context=8, width=16, depth=2, heads=2, dropout=0.0),
+                "data": lambda: rota.Data(train=ROWS, batch_size=8),
+                "loss": loss,
+                "optimizer": lambda model: torch.optim.AdamW(model.parameters()),
+                "steps": 3,
+            }
+            | changes
+        )
+    )
+
+
+def cluster_of(devices=2, memory_bytes=2**30):
+    devices = [Device(kind="cpu", index=i, memory_bytes=memory_bytes, cores=(i,)) for i in range(devices)]
+    return Cluster(devices=tuple(devices))
+
+
+def checked(task, cluster=None, strategy=None):
+    cluster = cluster or cluster_of()
+    sweep = preflight.resolve(rota.Sweep(tasks=[task]), strategy=strategy)
+    widths = preflight.widths(sweep, cluster)
+    preflight.check(sweep, widths, cluster)
+    return widths["one"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("tensors", "there is no strategy 'tensors'; choose one of"),
+        ("tensor(4)", "needs 4 devices"),
+        ("tensor(2, colour=1)", "does not take these knobs"),
+        ("tensor(f(x))", "plain values"),
+        ("2 + 2", "cannot be read"),
+        ("tensor(", "cannot be read"),
+        ("single * data(2)", "stands alone"),
+        ("data * tensor", "give the degree of all but one"),
+        ("data(3)", "needs 3 devices"),
+        ("data(0)", "at least 1"),
+        ("tensor('two')", "whole number"),
+        ("pipeline(2, microbatches=64)", "cannot be cut into 64 micro-batches"),
+        ("pipeline(2, order='sideways')", "sideways"),
+        ("recycled", "no passes that repeat"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(refused, strategy, words):
+    assert words in refused(checked, task_of(), strategy=strategy)
+
+
+def test_a_plan_that_does_not_fit_into_memory_is_refused(refused):
+    sentence = refused(checked, task_of(strategy="data"), cluster_of(memory_bytes=20_000))
+    assert "'one' cannot run as data" in sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "width"),
+    [
+        ({}, 2, 2),
+        ({}, 1, 1),
+        ({"strategy": "single"}, 2, 1),
+        ({"strategy": "tensor(2)"}, 2, 2),
+        ({"strategy": "data"}, 4, 4),
+        ({"strategy": "data", "devices": 3}, 4, 3),
+        ({"strategy": "coshard(2)"}, 2, 1),
+        ({"strategy": "data(2) * tensor(2)"}, 4, 4),
+        ({"strategy": "torch_ddp"}, 2, 2),
+    ],
+)
+def test_how_many_devices_a_task_gets(changes, devices, width):
+    assert checked(task_of(**changes), cluster_of(devices)) == width
+
+
+def test_auto_tasks_share_the_devices():
+    tasks = [task_of(name=name) for name in "abc"]
+    assert preflight.widths(rota.Sweep(tasks=tasks), cluster_of(8)) == dict.fromkeys("abc", 2)
+    assert preflight.widths(rota.Sweep(tasks=tasks), cluster_of(2)) == dict.fromkeys("abc", 1)
+
+
+def test_devices_and_a_degree_must_agree(refused):
+    assert "is for 2 devices" in refused(checked, task_of(strategy="tensor(2)", devices=4), cluster_of(4))
+
+
+@pytest.mark.parametrize("strategy", [3, None, ["tensor"]])
+def test_a_strategy_is_a_name_or_a_function(refused, strategy):
+    assert "strategy must be" in refused(task_of, strategy=strategy)
+
+
+# ---- strategies of users ----
+
+
+@pytest.fixture
+def registered():
+    """Forgets what a test registers."""
+    before = dict(_FACTORIES)
+    yield
+    _FACTORIES.clear()
+    _FACTORIES.update(before)
+    _USERS.clear()
+
+
+def test_a_registered_strategy_is_found_by_its_name_with_knobs(registered):
+    @rota.strategy
+    def mine(graph, devices, *, first=1, microbatches=1):
+        plan = rota.Plan(graph, devices=devices, microbatches=microbatches)
+        plan.assign(graph.ops[:first], 0)
+        plan.assign(graph.ops[first:], 1)
+        return plan
+
+    assert checked(task_of(strategy="mine")) == 2
+    assert checked(task_of(strategy="mine(first=4)")) == 2
+    assert checked(task_of(strategy=mine)) == 2
+    graph = preflight.first_graph(task_of())
+    assert with_microbatches(find("mine(first=3)"), 2)(graph, 2).microbatches == 2
+
+
+def test_a_strategy_that_leaves_an_op_unplaced_is_refused(refused, registered):
+    @rota.strategy
+    def forgetful(graph, devices):
+        plan = rota.Plan(graph, devices=devices)
+        plan.assign(graph.ops[:-1], 0)
+        return plan
+
+    sentence = refused(checked, task_of(strategy="forgetful"))
+    assert "forgetful" in sentence
+    assert "no device" in sentence
+
+
+def test_what_a_strategy_raises_and_returns_is_told(refused, registered):
+    @rota.strategy
+    def broken(graph, devices):
+        return graph.ops[10_000]
+
+    assert "broken raised IndexError" in refused(checked, task_of(strategy="broken"))
+
+    @rota.strategy
+    def empty(graph, devices):
+        return None
+
+    assert "must return a rota.Plan" in refused(checked, task_of(strategy="empty"))
+
+
+def test_a_name_of_rota_cannot_be_taken_and_an_own_one_can_be_written_again(refused, registered):
+    def data(graph, devices):
+        return None
+
+    assert "already a strategy named 'data'" in refused(rota.strategy, data)
+    for _ in range(2):
+
+        @rota.strategy
+        def again(graph, devices):
+            return None
+
+
+def test_tasks_that_differ_in_their_optimizer_are_planned_once(monkeypatch):
+    seen = []
+    real = preflight.first_graph
+    monkeypatch.setattr(preflight, "first_graph", lambda task: seen.append(task.name) or real(task))
+    one = task_of(name="one", strategy="data")
+    other = replace(one, name="other", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    sweep = preflight.resolve(rota.Sweep(tasks=[one, other]), strategy=None)
+    preflight.check(sweep, {"one": 2, "other": 2}, cluster_of())
+    assert seen == ["one"]
+
+
+def test_the_strategy_is_part_of_what_a_run_tells_and_not_of_what_it_trains():
+    from rota.execute.identity import describe, digest
+
+    one, other = task_of(strategy="data"), task_of(strategy=rota.strategies.tensor(2), devices=2)
+    assert describe(one)["strategy"] == "data"
+    assert describe(other)["strategy"] == "tensor(2)"
+    assert digest(rota.Sweep(tasks=[one])) == digest(rota.Sweep(tasks=[other]))
+
+
+def test_refusals_are_input_errors():
+    with pytest.raises(InputError):
+        checked(task_of(), strategy="nothing")
