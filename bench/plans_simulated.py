@@ -1,0 +1,205 @@
+"""The plans of SuperScaler's paper on its settings, simulated: the best of all against the best of rule-based systems.
+
+The devices are V100s as NVIDIA's data sheet has them: 15.7 TFLOPS in single precision, 900 GB/s of memory, 32 GB, and
+NVLink with 150 GB/s in each direction up to 8 of them; beyond that InfiniBand with 12.5 GB/s: peak rates throughout.
+Widths, heads, images, windows, sequences and vocabularies are the paper's; of the 24 to 56 equal layers 4 are taken,
+since time and memory grow with their number in every plan alike, and memory is scaled with the model's parameters.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rota.errors import RotaError
+from rota.graph.capture import capture
+from rota.graph.graph import Graph
+from rota.plan.collectives import Link
+from rota.plan.layout import Kind
+from rota.plan.simulate import Calibration, Costs, LinkCost, Rate
+from rota.runtime.hollow import hollow_out
+from rota.strategies.base import find
+from rota.testing.models import Evoformer
+
+LAYERS = 4
+MEMORY_BYTES = 32 * 2**30
+_ADAM = 2
+_KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SEND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model on so many devices."""
+
+    name: str
+    devices: int
+    layers: int
+    """Of the paper's model."""
+    make: Callable[[], Graph]
+    special: tuple[str, ...]
+    """What only plans can say, for this model."""
+
+
+def simulated(quick: bool) -> dict[str, Any]:
+    """For each setting: the best plan, the best of data, ZeRO, Megatron and 1F1B and their products, and the ratio."""
+    return {one.name: _compare(one) for one in _settings(quick)}
+
+
+def _settings(quick: bool) -> Iterator[Setting]:
+    swin = ((32, 512, 16, 4), (40, 768, 24, 8), (48, 1024, 32, 16), (56, 1536, 32, 32))
+    t5 = ((24, 2048, 32, 4, 512), (32, 3072, 48, 8, 1024), (32, 4096, 64, 16, 1536), (32, 6144, 96, 32, 2048))
+    for layers, width, heads, devices in swin[:1] if quick else swin:
+        yield Setting(
+            name=f"swin_{layers}x{width}_on_{devices}",
+            devices=devices,
+            layers=layers,
+            make=lambda width=width, heads=heads, devices=devices: _swin(width, heads, devices),  # type: ignore[misc]
+            special=tuple(f"{way}({devices}) * coshard({parts})" for way in ("data", "zero") for parts in (4, 16)),
+        )
+    for layers, width, heads, devices, thousands in t5[:1] if quick else t5:
+        yield Setting(
+            name=f"t5_{layers}x{width}_{thousands}k_on_{devices}",
+            devices=devices,
+            layers=layers,
+            make=lambda width=width, heads=heads, words=thousands * 1024: _t5(width, heads, words),  # type: ignore[misc]
+            special=(f"interlaced(microbatches={2 * devices})", "tensor(vocabulary=True)"),
+        )
+    for devices in (4,) if quick else (2, 4):
+        yield Setting(
+            name=f"evoformer_on_{devices}",
+            devices=devices,
+            layers=48,
+            make=_evoformer,
+            special=("dap", f"recycled(microbatches={2 * devices})"),
+        )
+
+
+def _compare(setting: Setting) -> dict[str, Any]:
+    begun_s = time.perf_counter()
+    graph = setting.make()
+    found: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for text in (*_rules(setting.devices), *setting.special):
+        try:
+            program = find(text)(graph, setting.devices).compile()
+            simulation = program.simulate(_v100(setting.devices))
+        except RotaError as error:
+            refused[text] = str(error)[:120]
+            continue
+        scale = setting.layers / LAYERS
+        need_bytes = max(
+            peak + (_ADAM + 1) * stored * (scale - 1) + _ADAM * stored
+            for peak, stored in zip(simulation.peak_bytes, simulation.stored_bytes, strict=True)
+        )
+        if need_bytes > MEMORY_BYTES:
+            refused[text] = f"needs {need_bytes / 2**30:.0f} GiB"
+            continue
+        found[text] = simulation.makespan_s
+    rules = {text: s for text, s in found.items() if text not in setting.special}
+    best = min(found, key=found.__getitem__) if found else ""
+    best_rule = min(rules, key=rules.__getitem__) if rules else ""
+    return {
+        "best": best,
+        "best_rule": best_rule,
+        "ratio": rules[best_rule] / found[best] if rules else None,
+        "seconds": {text: round(s, 4) for text, s in sorted(found.items(), key=lambda one: one[1])},
+        "refused": refused,
+        "took_s": round(time.perf_counter() - begun_s, 1),
+    }
+
+
+def _rules(devices: int) -> Iterator[str]:
+    yield from ("data", "zero(stage=1)", "zero(stage=3)", "tensor", f"pipeline(microbatches={4 * devices})")
+    # coshard(1) is recomputing, which rule-based systems know.
+    yield from (f"data({devices}) * coshard(1)", f"zero({devices}) * coshard(1)", f"tensor({devices}) * coshard(1)")
+    for inner in (2, 4, 8):
+        if inner < devices:
+            yield from (f"data({devices // inner}) * tensor({inner})", f"zero({devices // inner}) * tensor({inner})")
+            yield f"zero({devices // inner}) * tensor({inner}) * coshard(1)"
+            yield f"data({devices // inner}) * pipeline({inner}, microbatches={2 * inner})"
+            yield f"tensor({devices // inner}) * pipeline({inner}, microbatches={2 * inner})"
+
+
+def _v100(devices: int) -> Costs:
+    bandwidth = 150e9 if devices <= 8 else 12.5e9
+    cost = LinkCost(group=2, launch_s=5e-6, launch_byte_s=0.0, latency_s=1e-5, byte_s=1 / bandwidth)
+    return Costs(
+        link=Link(latency_s=1e-5, bandwidth_bytes_per_s=bandwidth),
+        calibration=Calibration(
+            calls={},
+            rest=Rate(op_s=5e-6, flop_s=1 / 15.7e12, byte_s=1 / 900e9, backward=2.0),
+            links=dict.fromkeys(_KINDS, (cost,)),
+        ),
+    )
+
+
+# ---- the models: shapes only ----
+
+
+def _hollow(make: Callable[[], Any], batch: Any, loss: Any) -> Graph:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            model = make()
+        hollow_out(model)
+        return capture(model.train(), batch, loss)
+
+
+def _swin(width: int, heads: int, devices: int) -> Graph:
+    import transformers
+
+    made: Any = transformers
+    config = made.SwinConfig(
+        image_size=1536,
+        patch_size=4,
+        embed_dim=width,
+        depths=[LAYERS],
+        num_heads=[heads],
+        window_size=48,
+        num_labels=1000,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    )
+    batch = {"pixel_values": torch.zeros(devices, 3, 1536, 1536), "labels": torch.zeros(devices, dtype=torch.long)}
+    return _hollow(lambda: made.SwinForImageClassification(config), batch, lambda model, one: model(**one).loss)
+
+
+def _t5(width: int, heads: int, vocabulary: int) -> Graph:
+    import transformers
+
+    made: Any = transformers
+    config = made.T5Config(
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        num_layers=LAYERS // 2,
+        num_heads=heads,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    tokens = torch.zeros(64, 1024, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    return _hollow(lambda: made.T5ForConditionalGeneration(config), batch, lambda model, one: model(**one).loss)
+
+
+def _evoformer() -> Graph:
+    samples, sequences, residues, width = 16, 128, 256, 256
+    batch = (
+        torch.zeros(samples, sequences, residues, width),
+        torch.zeros(samples, residues, residues, width),
+        torch.zeros(samples, sequences, residues, dtype=torch.long),
+    )
+
+    def loss(model: Any, one: Any) -> torch.Tensor:
+        return F.cross_entropy(model(one[0], one[1]).flatten(0, 2), one[2].flatten())
+
+    return _hollow(lambda: Evoformer(width=width, depth=LAYERS, heads=8, recycles=3), batch, loss)
