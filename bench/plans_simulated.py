@@ -68,7 +68,7 @@ def _settings(quick: bool) -> Iterator[Setting]:
             devices=devices,
             layers=layers,
             make=lambda width=width, heads=heads, words=thousands * 1024: _t5(width, heads, words),  # type: ignore[misc]
-            special=(f"interlaced(microbatches={2 * devices})", "tensor(vocabulary=True)"),
+            special=("interlaced(microbatches=32)", "tensor(vocabulary=True, microbatches=32)"),
         )
     for devices in (4,) if quick else (2, 4):
         yield Setting(
@@ -115,9 +115,12 @@ def _compare(setting: Setting) -> dict[str, Any]:
 
 
 def _rules(devices: int) -> Iterator[str]:
-    yield from ("data", "zero(stage=1)", "zero(stage=3)", "tensor", f"pipeline(microbatches={4 * devices})")
+    yield from ("data", "zero(stage=1)", "zero(stage=3)", "tensor", "tensor(microbatches=32)")
+    for ways in (devices, 4 * devices, 32):
+        yield f"pipeline(microbatches={ways})"
     # coshard(1) is recomputing, which rule-based systems know.
     yield from (f"data({devices}) * coshard(1)", f"zero({devices}) * coshard(1)", f"tensor({devices}) * coshard(1)")
+    yield f"zero({devices}, microbatches={max(1, 32 // devices)})"
     for inner in (2, 4, 8):
         if inner < devices:
             yield from (f"data({devices // inner}) * tensor({inner})", f"zero({devices // inner}) * tensor({inner})")
@@ -186,13 +189,13 @@ def _t5(width: int, heads: int, vocabulary: int) -> Graph:
         decoder_start_token_id=0,
         pad_token_id=0,
     )
-    tokens = torch.zeros(64, 1024, dtype=torch.long)
+    tokens = torch.zeros(32, 1024, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     return _hollow(lambda: made.T5ForConditionalGeneration(config), batch, lambda model, one: model(**one).loss)
 
 
 def _evoformer() -> Graph:
-    samples, sequences, residues, width = 16, 128, 256, 256
+    samples, sequences, residues, width = 8, 128, 256, 256
     batch = (
         torch.zeros(samples, sequences, residues, width),
         torch.zeros(samples, residues, residues, width),

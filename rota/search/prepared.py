@@ -12,6 +12,7 @@ from rota.search.layers import Stack, stack_of
 from rota.search.samples import with_samples
 from rota.search.space import recipes_of
 from rota.strategies.base import Strategy
+from rota.strategies.coshard import Coshard
 from rota.strategies.mesh import Product, Recipe, lay_out
 
 
@@ -44,7 +45,7 @@ class Prepared:
         recipes = recipes_of(strategy)
         if refined is None:
             return None
-        if not recipes:
+        if not recipes or isinstance(strategy, Coshard):  # which leaves other devices idle
             return strategy(refined.graph, devices)
         product = strategy if isinstance(strategy, Product) else Product(recipes=recipes)
         degrees = product.degrees(devices)

@@ -17,7 +17,7 @@ from rota.graph.refine import Dim, Refined
 from rota.graph.rules import occurrences
 from rota.plan.plan import Part, Plan
 from rota.strategies.base import register
-from rota.strategies.mesh import Choice, Copy, Mesh, Recipe
+from rota.strategies.mesh import Choice, Copy, Mesh, Recipe, lay_out
 
 _USUAL_PARTS = 4
 _PRODUCTS_OF_A_LAYER = 4
@@ -36,6 +36,10 @@ class Coshard(Recipe):
         """As the user writes it."""
         more = "" if self.microbatches is None else f", microbatches={self.microbatches}"
         return f"coshard({self.parts}{more})"
+
+    def __call__(self, graph: Graph, devices: int) -> Plan:
+        """A plan on one device; others stay idle."""
+        return lay_out(graph, [(self, 1)], microbatches=self.microbatches or 1, devices=devices)
 
     def begin(self, plan: Plan, degree: int) -> _OneAfterAnother:
         """Refused if no layer can be cut so often."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
@@ -18,13 +19,16 @@ from rota.plan.microbatches import Mode, microbatches_of
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Cut, Mesh, Pin, Recipe
-from rota.strategies.pipeline import _copied, op_cost, stages_by_cost
+from rota.strategies.pipeline import copied, op_cost, stages_by_cost
 from rota.strategies.tensor import Vocabulary
+from rota.strategies.turns import meets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interlaced(Recipe):
     """SuperScaler's plan for models with huge vocabularies."""
+
+    orders_microbatches: ClassVar[bool] = True
 
     def default_microbatches(self, samples: int, degree: int) -> int:
         """Fewer than a pipeline: each of them makes a gradient of the whole vocabulary."""
@@ -55,7 +59,7 @@ class _Interlaced:
         self._spread = self._cut.keys() | _behind_blocks(plan.graph)
         costs = tuple(0.0 if op.name in self._spread else op_cost(plan, op) for op in plan.graph.ops)
         self.stage_of = stages_by_cost(plan, degree, costs)
-        self._copied = _copied(plan, self.stage_of)
+        self._copied = copied(plan, self.stage_of)
         self._everywhere = _read_everywhere(plan.graph, self._spread, self._copied.keys())
 
     def choose(self, op: Op) -> Choice:
@@ -77,7 +81,7 @@ class _Interlaced:
         plan, count, last = self._plan, self._plan.microbatches, self._stages - 1
         plan.group(name for name, dim in self._cut.items() if dim.reduced)
         plan.group(name for name, dim in self._cut.items() if not dim.reduced)
-        if count == 1 or _waits(plan):
+        if count == 1 or meets(plan):
             return
         scores = next((op for op in reversed(plan.graph.ops) if op.kind == BLOCK_SCORES), None)
         ends = self._ends()
@@ -139,24 +143,6 @@ class _Interlaced:
                         At(part=one, microbatch=first[1], backward=first[2]),
                         before=At(part=other, microbatch=second[1], backward=second[2]),
                     )
-
-
-def _waits(plan: Plan) -> bool:
-    """Whether an op in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
-    running = microbatches_of(plan).running
-    apart: set[str | None] = set()
-    """What each micro-batch makes."""
-    late: set[str | None] = set()
-    """What is made of all of them, and has a gradient."""
-    for op in plan.graph.ops:
-        trained = any(name is not None and plan.graph.tensors[name].requires_grad for name in op.outputs)
-        if running[op.name].mode is not Mode.ONCE:
-            if any(name in late for name in op.inputs):
-                return True
-            apart.update(op.outputs)
-        elif trained and any(name in apart or name in late for name in op.inputs):
-            late.update(op.outputs)
-    return False
 
 
 def _cut_dims(plan: Plan, degree: int) -> dict[str, Dim]:

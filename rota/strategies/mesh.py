@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
 from rota.graph.refine import Refined, refine
 from rota.plan.plan import Part, Plan
+from rota.strategies.turns import one_after_another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,9 @@ class Chooser(Protocol):
 
 class Axis(Protocol):
     """A strategy that can be multiplied with others."""
+
+    orders_microbatches: ClassVar[bool]
+    """Whether it says itself in which order micro-batches run."""
 
     def begin(self, plan: Plan, degree: int) -> Chooser:
         """Look at a graph; InputError if it cannot be run in this way."""
@@ -97,6 +101,8 @@ def lay_out(
         _place(plan, op, choosers, Mesh(plan=plan, degrees=degrees, axis=0))
     for number, chooser in enumerate(choosers):
         chooser.finish(Mesh(plan=plan, degrees=degrees, axis=number))
+    if not any(axis.orders_microbatches for axis, _ in axes):
+        one_after_another(plan)
     return plan
 
 
@@ -133,6 +139,8 @@ def _cut(plan: Plan, part: Part, choice: Cut, degree: int) -> list[Part]:
 class Recipe:
     """A strategy with its knobs; `a * b` runs both, each along its own axis of devices."""
 
+    orders_microbatches: ClassVar[bool] = False
+    """Whether it says itself in which order micro-batches run."""
     degree: int | None = None
     """How many devices along its axis; what is left over if not given."""
     microbatches: int | None = None

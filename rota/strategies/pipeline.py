@@ -5,15 +5,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rota.errors import InputError
 from rota.graph.cost import work_of
 from rota.graph.graph import Op
-from rota.plan.microbatches import Mode, microbatches_of
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
+from rota.strategies.turns import meets
 
 Order = Literal["1f1b", "gpipe", "interleaved"]
 
@@ -22,6 +22,7 @@ Order = Literal["1f1b", "gpipe", "interleaved"]
 class Pipeline(Recipe):
     """Stages of about equal cost; any graph, since a value may skip stages."""
 
+    orders_microbatches: ClassVar[bool] = True
     order: Order = "1f1b"
     chunks: int = 2
     """How many stages each device has, if they are interleaved."""
@@ -50,7 +51,7 @@ class _Stages:
         self._recipe = recipe
         self.stages = degree * (recipe.chunks if recipe.order == "interleaved" else 1)
         self.stage_of = stages_by_cost(plan, self.stages, recipe.seconds)
-        self._copied = _copied(plan, self.stage_of)
+        self._copied = copied(plan, self.stage_of)
 
     def choose(self, op: Op) -> Choice:
         """To its stage; what depends on the batch alone is computed wherever it is needed."""
@@ -62,7 +63,7 @@ class _Stages:
     def finish(self, mesh: Mesh) -> None:
         """Let no device run further ahead than the order says."""
         plan, count = self._plan, self._plan.microbatches
-        if count == 1 or self._recipe.order == "interleaved" or _meets(plan):
+        if count == 1 or self._recipe.order == "interleaved" or meets(plan):
             return
         for stage in range(self.stages):
             ahead = count if self._recipe.order == "gpipe" else min(count, self.stages - stage)
@@ -84,17 +85,6 @@ class _Stages:
             if self.stage_of[op.name] == stage and op.name not in self._copied and op.with_grad and trained:
                 return op
         return None
-
-
-def _meets(plan: Plan) -> bool:
-    """Whether an op in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
-    micro = microbatches_of(plan)
-    once = {op.name for op in plan.graph.ops if micro.running[op.name].mode is Mode.ONCE}
-    late = {name for op in plan.graph.ops if op.name in once for name in op.outputs if name is not None}
-    return any(
-        op.name not in once and any(name in late and plan.graph.tensors[name].requires_grad for name in op.inputs)
-        for op in plan.graph.ops
-    )
 
 
 def stages_by_cost(plan: Plan, stages: int, seconds: tuple[float, ...] | None = None) -> dict[str, int]:
@@ -142,7 +132,7 @@ def _greedy(costs: list[float], limit: float) -> list[int]:
     return bounds
 
 
-def _copied(plan: Plan, stage_of: dict[str, int]) -> dict[str, set[int]]:
+def copied(plan: Plan, stage_of: dict[str, int]) -> dict[str, set[int]]:
     """The ops that depend on nothing but the batch and constants, and the stages that need what they make."""
     graph = plan.graph
     made: dict[str, Op] = {name: op for op in graph.ops for name in op.outputs if name is not None}

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rota.errors import InputError
 from rota.graph.cost import element_bytes
@@ -21,7 +21,8 @@ from rota.plan.microbatches import Mode, microbatches_of
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
-from rota.strategies.pipeline import _copied, _meets, op_cost, stages_by_cost
+from rota.strategies.pipeline import copied, op_cost, stages_by_cost
+from rota.strategies.turns import meets
 
 Order = Literal["3f1b", "sequential"]
 
@@ -35,6 +36,7 @@ _SLACK = 0.1
 class Recycled(Recipe):
     """Stages of about equal cost over all passes."""
 
+    orders_microbatches: ClassVar[bool] = True
     order: Order = "3f1b"
     """With "sequential", all micro-batches end a pass before the next begins."""
 
@@ -165,7 +167,7 @@ class _Stages:
         self._order = order
         self._passes = find_passes(plan.graph)
         self.stage_of = _stages(plan, degree, self._passes)
-        self._copied = _copied(plan, self.stage_of)
+        self._copied = copied(plan, self.stage_of)
         self._trained = _trained(plan.graph)
 
     def choose(self, op: Op) -> Choice:
@@ -182,7 +184,7 @@ class _Stages:
             return
         for number in range(last):
             plan.group([op for op in plan.graph.ops if not op.with_grad and self._passes.number[op.name] == number])
-        if _meets(plan) or not self._goes_round():  # then the data flow alone says what comes when
+        if meets(plan) or not self._goes_round():  # then the data flow alone says what comes when
             return
         groups = [plan.microbatches] if self._order == "sequential" else _groups(plan.microbatches, self._degree)
         for stage in range(self._degree):

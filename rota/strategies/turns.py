@@ -1,0 +1,38 @@
+"""How micro-batches follow each other where no pipeline says it: one is done before the next begins."""
+
+from __future__ import annotations
+
+from rota.plan.microbatches import Mode, microbatches_of
+from rota.plan.plan import At, Plan
+
+
+def one_after_another(plan: Plan) -> None:
+    """Let no forward pass run ahead of the backward pass before it, so that one micro-batch's activations are kept."""
+    if plan.microbatches == 1 or meets(plan):
+        return
+    tensors, samples = plan.graph.tensors, plan.refined.batch_families()
+    for op in plan.graph.ops:
+        made = [name for name in op.outputs if name is not None and tensors[name].requires_grad]
+        if op.with_grad and any(not samples.isdisjoint(plan.refined.families[name]) for name in made):
+            for part in plan.parts(op):
+                for m in range(plan.microbatches - 1):
+                    plan.order(At(part=part, microbatch=m, backward=True), before=At(part=part, microbatch=m + 1))
+            return
+
+
+def meets(plan: Plan) -> bool:
+    """Whether an op in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
+    running = microbatches_of(plan).running
+    apart: set[str | None] = set()
+    """What each micro-batch makes."""
+    late: set[str | None] = set()
+    """What is made of all of them, and has a gradient."""
+    for op in plan.graph.ops:
+        trained = any(name is not None and plan.graph.tensors[name].requires_grad for name in op.outputs)
+        if running[op.name].mode is not Mode.ONCE:
+            if any(name in late for name in op.inputs):
+                return True
+            apart.update(op.outputs)
+        elif trained and any(name in apart or name in late for name in op.inputs):
+            late.update(op.outputs)
+    return False
