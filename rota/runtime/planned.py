@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class Planned:
         """One run of the program, and its gradients added to those of the pieces."""
         batch = placed(batch, self._parts)
         engine = self._engine(self._programs.of(batch), self._rest)
-        with talking():
+        with talking(), self._on_device():
             outputs = engine.run(batch, step=number)
         engine.device.hand_over_gradients(divisor=self._parts.task.accumulate)
         return self._shared(engine, outputs)
@@ -129,9 +130,13 @@ class Planned:
         """One forward run."""
         batch = placed(batch, self._parts)
         engine = self._engine(self._programs.of(batch, backward=False), self._rest)
-        with talking():
+        with talking(), self._on_device():
             outputs = engine.run(batch)
         return self._shared(engine, outputs)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Where tensors are made that no other says the device of. On CUDA: written with care, never run."""
+        return torch.device(self._parts.device) if self._parts.device.type == "cuda" else nullcontext()
 
     def _shared(self, engine: Engine, outputs: dict[str, torch.Tensor]) -> dict[str, float]:
         """All metrics, on every device."""

@@ -185,3 +185,13 @@ def test_a_strategy_that_does_not_fit_is_refused_before_anything_runs(cli, sweep
     assert done.returncode == 2, done.stdout
     assert "no passes that repeat" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.timeout(300)
+def test_on_gpus_strategies_train_what_plain_pytorch_trains(cli, sweep_file, tmp_path):
+    file = sweep_file(text=one_task(SWEEP, "data"))
+    done = cli.run("run", file, "--devices", "2", "--kind", "cuda", "--out", tmp_path / "run", timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert_near(tmp_path / "run", plainly(file), within=1e-8)
