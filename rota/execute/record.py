@@ -63,8 +63,9 @@ class TaskRecord:
         return None if self.total_steps is None else max(0, self.total_steps - self.saved_step)
 
     def busy_s(self, *, now_s: float) -> float:
-        """Time spent on devices, over all attempts."""
-        return sum((now_s if span.end_s is None else span.end_s) - span.begin_s for span in self.spans)
+        """Time spent on devices, over all attempts; on several at once it counts once."""
+        attempts = {span.attempt: span for span in self.spans}
+        return sum((now_s if span.end_s is None else span.end_s) - span.begin_s for span in attempts.values())
 
 
 class RunRecord:
