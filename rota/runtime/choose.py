@@ -10,6 +10,7 @@ import torch
 from rota.errors import CaptureError, RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
+from rota.runtime.alone import Alone
 from rota.runtime.calibrate import Links, Store, cache_folder, calibrate, measure_links_within
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
@@ -45,9 +46,8 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
     try:
         graph = graph_of(parts, batch)
     except CaptureError as error:
-        wrapper = Wrapper(kind="ddp")
-        notice(f"{error}; PyTorch's DistributedDataParallel runs it, which assumes a loss that is a mean")
-        return Wrapped(parts, batch, gang=gang, wrapper=wrapper, notice=notice)
+        notice(f"auto: {error}; for all of its devices, say strategy='torch_ddp', which assumes a loss that is a mean")
+        return Alone(parts, gang=gang)
     text = ""
     if gang.leads:
         text = quick_answer(graph, steps=steps, memory_bytes=memory_bytes, notice=notice)
@@ -58,6 +58,8 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
             if gang.leads:
                 text = best(graph, parts, gang.size, memory_bytes=memory_bytes, links=links, notice=notice)
         text = gang.told(text)
+    if text == str(single()):
+        return Alone(parts, gang=gang)
     strategy = balanced(find(text), graph, gang, notice)
     return Planned(parts, batch, gang=gang, strategy=strategy, graph=graph, notice=notice)
 

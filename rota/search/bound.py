@@ -86,8 +86,8 @@ def _bound(
     prepared: Prepared, refined: Refined, recipes: tuple[Recipe, ...], strategy: Strategy, costs: Costs, moments: float
 ) -> Bound:
     degrees = [recipe.degree or 1 for recipe in recipes]
-    refined = prepared.cuttable(refined, recipes, degrees)
     count = max(recipe.microbatches or 1 for recipe in recipes)
+    refined = prepared.cuttable(refined, recipes, degrees, whole=count == 1)
     plan = Plan(refined.graph, devices=math.prod(degrees), microbatches=count, refined=refined)
     choosers = [
         None if isinstance(recipe, Pipeline) else recipe.begin(plan, degree)

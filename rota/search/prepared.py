@@ -49,17 +49,17 @@ class Prepared:
             return strategy(refined.graph, devices)
         product = strategy if isinstance(strategy, Product) else Product(recipes=recipes)
         degrees = product.degrees(devices)
-        refined = self.cuttable(refined, recipes, degrees)
+        refined = self.cuttable(refined, recipes, degrees, whole=product.takes_whole_batches(degrees))
         count = product._microbatches(refined.samples or 1, degrees)
         axes = list(zip(recipes, degrees, strict=True))
         return lay_out(refined.graph, axes, microbatches=count, devices=devices, refined=refined)
 
-    def cuttable(self, refined: Refined, recipes: Sequence[Recipe], degrees: Sequence[int]) -> Refined:
+    def cuttable(self, refined: Refined, recipes: Sequence[Recipe], degrees: Sequence[int], *, whole: bool) -> Refined:
         """As these strategies want to have it: the same computation in ops that they can cut."""
         graph = refined.graph
         changed = []
         for recipe, degree in zip(recipes, degrees, strict=True):
-            made = recipe.prepare(graph, degree)
+            made = recipe.prepare(graph, degree, whole=whole)
             if made is not graph:
                 changed.append(str(replace(recipe, degree=degree, microbatches=None)))
             graph = made

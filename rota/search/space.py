@@ -200,7 +200,7 @@ def _distinct_looks(refined: Refined) -> list[tuple[bool, bool]]:
     for look in ((False, False), (False, True), (True, False), (True, True)):
         recipe = tensor(2, sequence=look[0], vocabulary=look[1])
         try:
-            graph = recipe.prepare(refined.graph, 2)
+            graph = recipe.prepare(refined.graph, 2, whole=True)
             own = refined if graph is refined.graph else refine(graph)
             chooser = recipe.begin(Plan(graph, devices=2, refined=own), 2)
             seen.setdefault(tuple((op.name, chooser.choose(op)) for op in graph.ops), look)

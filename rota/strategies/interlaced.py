@@ -34,7 +34,7 @@ class Interlaced(Recipe):
         """Fewer than a pipeline: each of them makes a gradient of the whole vocabulary."""
         return max(1, min(samples, 2 * degree)) if degree > 1 else 1
 
-    def prepare(self, graph: Graph, degree: int) -> Graph:
+    def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """With losses that can be cut along the vocabulary."""
         return block_classes(graph, degree)
 

@@ -151,8 +151,11 @@ class Recipe:
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise InputError(f"{_name(self)}: {what} must be a whole number of at least 1, not {count!r}")
 
-    def prepare(self, graph: Graph, degree: int) -> Graph:
-        """The same computation in ops that it can cut; the graph itself if it needs no others."""
+    def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
+        """The same computation in ops that it can cut; the graph itself if it needs no others.
+
+        `whole` says that a batch is not taken in micro-batches.
+        """
         return graph
 
     def begin(self, plan: Plan, degree: int) -> Chooser:
@@ -206,11 +209,16 @@ class Product:
         """A plan on so many devices."""
         degrees = self.degrees(devices)
         axes = list(zip(self.recipes, degrees, strict=True))
+        whole = self.takes_whole_batches(degrees)
         for recipe, degree in axes:
-            graph = recipe.prepare(graph, degree)
+            graph = recipe.prepare(graph, degree, whole=whole)
         refined = refine(graph)
         microbatches = self._microbatches(refined.samples or 1, degrees)
         return lay_out(graph, axes, microbatches=microbatches, devices=devices, refined=refined)
+
+    def takes_whole_batches(self, degrees: Sequence[int]) -> bool:
+        """Whether nothing makes it take a batch in parts."""
+        return self._microbatches(2**30, degrees) == 1
 
     def _microbatches(self, samples: int, degrees: Sequence[int]) -> int:
         said = [one.microbatches for one in self.recipes if one.microbatches is not None]

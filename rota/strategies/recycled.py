@@ -44,7 +44,7 @@ class Recycled(Recipe):
         """Enough that filling and draining the stages is a small part of the step."""
         return max(1, min(samples, 4 * degree)) if degree > 1 else 1
 
-    def prepare(self, graph: Graph, degree: int) -> Graph:
+    def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """If passes follow each other, with what goes from one to the next brought together for all samples."""
         return _gathered(graph) if self.order == "sequential" else graph
 

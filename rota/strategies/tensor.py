@@ -23,7 +23,7 @@ class Tensor(Recipe):
     vocabulary: bool = False
     """Also cut embeddings, the last product and the loss along the vocabulary."""
 
-    def prepare(self, graph: Graph, degree: int) -> Graph:
+    def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """With a loss that can be cut along the vocabulary, if that is wished."""
         return block_classes(graph, degree) if self.vocabulary else graph
 

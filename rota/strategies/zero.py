@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rota.errors import InputError
-from rota.graph.graph import Op
+from rota.graph.graph import Graph, Op
 from rota.graph.part import reads_of
 from rota.graph.rules import occurrences
+from rota.graph.scaled import scale_before_sum
 from rota.plan.box import Box, even_widths, first_overlap, missing
 from rota.plan.layout import Piece
 from rota.plan.plan import Plan
@@ -22,6 +23,10 @@ class Zero(Recipe):
     """Stage 1 and 2 keep gathered parameters for a step; stage 3 (FSDP) gathers them for each layer and pass."""
 
     stage: int = 3
+
+    def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
+        """With a loss for which no device has to wait before its backward pass."""
+        return scale_before_sum(graph) if whole and degree > 1 else graph
 
     def begin(self, plan: Plan, degree: int) -> _Stored:
         """Refused as data parallelism is."""

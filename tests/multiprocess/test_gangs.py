@@ -187,6 +187,48 @@ def test_a_strategy_that_does_not_fit_is_refused_before_anything_runs(cli, sweep
     assert not (tmp_path / "run").exists()
 
 
+AUTO = """
+class Stubborn(torch.nn.Module):
+    \"\"\"Asks for a number in the middle, which no graph has.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+        self.drop = torch.nn.Dropout(0.2)
+
+    def forward(self, x):
+        x = self.drop(self.layer(x))
+        return x * 2 if x.sum().item() > 0 else x
+
+
+def of(name, model, precision="float32"):
+    return rota.Task(
+        name=name, model=model, data=lambda: rota.Data(train=torch.rand(24, 16), valid=torch.rand(6, 16), batch_size=8),
+        loss=lambda model, rows: (model(rows) - rows).square().mean(), steps=6, valid_every=3, precision=precision,
+        optimizer=lambda model: torch.optim.Adam(model.parameters()), accumulate=2,
+    )
+
+
+sweep = rota.Sweep(tasks=[of(NAME, MODEL)])
+"""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    "model", ["Stubborn", "lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())"]
+)
+def test_what_auto_does_not_cut_trains_bit_for_bit_as_alone(cli, sweep_file, tmp_path, model):
+    head = "import torch, rota\ntorch.manual_seed(0)\n"
+    file = sweep_file(text=head + AUTO.replace("of(NAME, MODEL)", f"of('one', {model})"))
+    done = cli.run("run", file, "--devices", "2", "--out", tmp_path / "run", "--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (task,) = json.loads(done.stdout)["tasks"]
+    assert any(notice.startswith("auto: ") for notice in task["notices"])
+    expected = plainly(file)["one"].model.state_dict()
+    found = load_file(task["model"])
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.timeout(300)
