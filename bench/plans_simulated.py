@@ -1,9 +1,11 @@
 """The plans of SuperScaler's paper on its settings, simulated: the best of all against the best of rule-based systems.
 
-The devices are V100s as NVIDIA's data sheet has them: 15.7 TFLOPS in single precision, 900 GB/s of memory, 32 GB, and
+The devices are V100s as NVIDIA's data sheet has them: 125 TFLOPS in half precision, 900 GB/s of memory, 32 GB, and
 NVLink with 150 GB/s in each direction up to 8 of them; beyond that InfiniBand with 12.5 GB/s: peak rates throughout.
-Widths, heads, images, windows, sequences and vocabularies are the paper's; of the 24 to 56 equal layers 4 are taken,
-since time and memory grow with their number in every plan alike, and memory is scaled with the model's parameters.
+Models are captured in single precision and stand for half precision: every byte counts half. Widths, heads, images,
+windows, sequences and vocabularies are the paper's, one sample of Swin for each device and 32 of T5; of the 24 to 56
+equal layers 4 are taken, since time grows with their number in every plan alike; the memory of the others' parameters
+is added.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from rota.strategies.base import find
 from rota.testing.models import Evoformer
 
 LAYERS = 4
-MEMORY_BYTES = 32 * 2**30
+MEMORY_BYTES = 2 * 32 * 2**30
+"""In bytes of single precision, see above."""
 _ADAM = 2
 _KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SEND)
 
@@ -108,6 +111,7 @@ def _compare(setting: Setting) -> dict[str, Any]:
         "best": best,
         "best_rule": best_rule,
         "ratio": rules[best_rule] / found[best] if rules else None,
+        "fits": "both" if rules else "only plans" if found else "none",
         "seconds": {text: round(s, 4) for text, s in sorted(found.items(), key=lambda one: one[1])},
         "refused": refused,
         "took_s": round(time.perf_counter() - begun_s, 1),
@@ -130,13 +134,13 @@ def _rules(devices: int) -> Iterator[str]:
 
 
 def _v100(devices: int) -> Costs:
-    bandwidth = 150e9 if devices <= 8 else 12.5e9
+    bandwidth = 2 * (150e9 if devices <= 8 else 12.5e9)
     cost = LinkCost(group=2, launch_s=5e-6, launch_byte_s=0.0, latency_s=1e-5, byte_s=1 / bandwidth)
     return Costs(
         link=Link(latency_s=1e-5, bandwidth_bytes_per_s=bandwidth),
         calibration=Calibration(
             calls={},
-            rest=Rate(op_s=5e-6, flop_s=1 / 15.7e12, byte_s=1 / 900e9, backward=2.0),
+            rest=Rate(op_s=5e-6, flop_s=1 / 125e12, byte_s=1 / (2 * 900e9), backward=2.0),
             links=dict.fromkeys(_KINDS, (cost,)),
         ),
     )

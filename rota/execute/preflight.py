@@ -15,6 +15,7 @@ from rota.task import Task
 
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
+    from rota.runtime.training import Training
 
 _PLAIN = ("auto", "single")
 
@@ -71,6 +72,10 @@ def check(
     sweep: Sweep, allotted: dict[str, int], cluster: Cluster, *, notice: Callable[[str], None] = lambda text: None
 ) -> None:
     """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
+    if all(isinstance(task.strategy, str) or is_wrapper(task.strategy) for task in sweep):
+        return
+    from rota.runtime.planned import check_optimizer
+
     memory_bytes = min(device.memory_bytes for device in cluster.devices)
     known: set[str] = set()
     for task in sweep:
@@ -82,10 +87,11 @@ def check(
         known.add(key)
         notice(f"planning {task.name}")
         try:
-            plan = task.strategy(first_graph(task), allotted[task.name])
+            training, graph = first_step(task)
+            plan = task.strategy(graph, allotted[task.name])
             if not hasattr(plan, "compile"):
                 raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
-            plan.compile(memory_bytes=memory_bytes)
+            check_optimizer(training.optimizer, plan.compile(memory_bytes=memory_bytes), _words(task.strategy))
         except RotaError as error:
             raise InputError(f"task {task.name!r} cannot run as {_words(task.strategy)}: {error}") from error
         except Exception as error:  # the user's strategy
@@ -108,15 +114,20 @@ def is_wrapper(strategy: Any) -> bool:
 
 
 def _key(task: Task, width: int) -> str:
-    """Tasks with the same model, data and loss need one plan; another learning rate does not change it."""
+    """Tasks with the same code need one plan; another learning rate or seed does not change it."""
     parts = [str(width), _words(task.strategy), task.precision]
-    for function in (task.model, task.data, task.loss):
+    for function in (task.model, task.data, task.loss, task.optimizer):
         parts += code_parts(function, seen=set())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def first_graph(task: Task) -> Graph:
-    """The graph of the task's first step, with its model and batch made as a worker makes them."""
+    """The graph of the task's first step."""
+    return first_step(task)[1]
+
+
+def first_step(task: Task) -> tuple[Training, Graph]:
+    """The task and the graph of its first step, with its model and batch made as a worker makes them."""
     import torch
 
     from rota.runtime.choose import graph_of
@@ -126,4 +137,4 @@ def first_graph(task: Task) -> Graph:
     training = Training(task, device=torch.device("cpu"))
     with calling("reading the training data"):
         batch, _ = training.cursor.next()
-    return graph_of(training.parts, batch)
+    return training, graph_of(training.parts, batch)

@@ -12,8 +12,11 @@ from torch.utils import _pytree as pytree
 from rota.errors import InputError, PlanError
 from rota.graph.capture import Loss, capture
 from rota.graph.graph import Graph
+from rota.graph.refine import Refined
+from rota.plan.layout import Layout, Piece
 from rota.plan.plan import Plan
 from rota.plan.program import Program
+from rota.runtime.pieces import box_of_dims, dim_ranges
 
 
 class Programs:
@@ -73,13 +76,26 @@ class Programs:
 def _kept_in_place(plan: Plan, first: Program, backward: bool) -> Plan:
     """The plan with everything stored where the first program has it."""
     for name, layout in first.stored.items():
-        if name in plan.graph.tensors and plan.refined.factors[name] == first.refined.factors[name]:
-            plan.store(name, layout, gather="use" if name in plan.gathered_for_use else "step")
-        elif name in plan.graph.tensors:
-            raise InputError(f"the views of {name} differ from those of the first batch")
+        if name in plan.graph.tensors:
+            here = _same_pieces(name, layout, first.refined, plan.refined)
+            plan.store(name, here, gather="use" if name in plan.gathered_for_use else "step")
     if not backward:
         plan.forward_only()
     return plan
+
+
+def _same_pieces(name: str, layout: Layout, there: Refined, here: Refined) -> Layout:
+    """A layout in the factors that another graph takes the same tensor apart into."""
+    if there.factors[name] == here.factors[name]:
+        return layout
+    found = []
+    for piece in layout:
+        ranges = dim_ranges(there.factors[name], piece.box)
+        box = None if ranges is None else box_of_dims(here.factors[name], ranges)
+        if box is None:
+            raise InputError(f"the views of {name} differ from those of the first batch")
+        found.append(Piece(device=piece.device, box=box))
+    return tuple(found)
 
 
 def shape_of(batch: Any) -> tuple[Any, ...]:

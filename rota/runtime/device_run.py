@@ -15,7 +15,7 @@ from rota.plan.box import Box
 from rota.plan.layout import Piece
 from rota.plan.ownership import owned
 from rota.plan.program import ONCE, Node, Program, Segment, Source, Value
-from rota.runtime.pieces import assemble, cut
+from rota.runtime.pieces import assemble, cut, dim_ranges
 from rota.runtime.segment import SegmentRunner, Tape
 
 
@@ -67,9 +67,14 @@ class DeviceRun:
 
     def adopt(self, other: DeviceRun) -> None:
         """Use the pieces that another program of the same model holds on this device, the very tensors."""
+        # The same piece may be another box: each graph takes dims apart as its own views do.
+        held = {(name, dim_ranges(other._factors[name], box)): box for name, box in other._stored}
         for (name, box), value in self._stored.items():
-            if (name, box) in other._stored:
-                self.values[value] = other.stored(name, box)
+            there = held.get((name, dim_ranges(self._factors[name], box)))
+            if (name, box) in other._stored and self._factors[name] == other._factors[name]:
+                there = box
+            if there is not None:
+                self.values[value] = other.stored(name, there)
 
     def parameters(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
         """The pieces of the parameters that are trained."""

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from rota.graph.refine import Factors, local_shape
-from rota.plan.box import Box, hull
+from rota.plan.box import Box, Range, hull
 from rota.plan.layout import Kind, Step
+
+
+def dim_ranges(factors: Factors, box: Box) -> tuple[Range, ...] | None:
+    """The range of each dim of a tensor that a box of its factors is; None if it is not one stretch."""
+    found: list[Range] = []
+    at = 0
+    for dim in factors:
+        start, length, inner = 0, 1, math.prod(dim)
+        for (low, high), size in zip(box.ranges[at : at + len(dim)], dim, strict=True):
+            inner //= size
+            if length > 1 and (low, high) != (0, size):
+                return None
+            start, length = start + low * inner, length * (high - low)
+        found.append((start, start + length))
+        at += len(dim)
+    return tuple(found)
+
+
+def box_of_dims(factors: Factors, ranges: Sequence[Range]) -> Box | None:
+    """The box of factors that has these ranges of dims; None if there is none."""
+    found: list[Range] = []
+    for dim, (start, stop) in zip(factors, ranges, strict=True):
+        inner = math.prod(dim)
+        for size in dim:
+            inner //= size
+            if start % inner == 0 and stop % inner == 0:
+                found.append((start // inner, stop // inner))
+                start, stop = 0, inner
+            elif start // inner == (stop - 1) // inner:
+                found.append((start // inner, start // inner + 1))
+                start, stop = start % inner, (stop - 1) % inner + 1
+            else:
+                return None
+    return Box(ranges=tuple(found))
 
 
 def cut(tensor: torch.Tensor, factors: Factors, outer: Box, inner: Box) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,8 @@ ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
 )
 """PyTorch's optimizers that treat every element of a parameter alike."""
+WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon"})
+"""Those that look at one parameter at a time."""
 
 
 class Planned:
@@ -201,22 +203,37 @@ class Planned:
                 yield name, found[self._name(name)]
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may be given parts of parameters."""
+Needs = Literal["elements", "parameters", "everything"]
+
+
+def needs_of(optimizer: torch.optim.Optimizer) -> Needs:
+    """What an optimizer looks at in one go. Of what is not PyTorch's own, and of hooks, nothing is known."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if not kind.__module__.startswith("torch.optim") or hooks:
+        return "everything"
+    if kind.__name__ in ELEMENTWISE:
+        return "elements"
+    return "parameters" if kind.__name__ in WHOLE_PARAMETERS else "everything"
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, program: Program, strategy: str) -> None:
-    """TaskError if an optimizer that looks at whole parameters would get parts."""
-    if is_elementwise(optimizer):
+    """TaskError if an optimizer would get less than it looks at."""
+    needs = needs_of(optimizer)
+    if needs == "elements":
         return
-    for name, layout in program.stored.items():
-        whole = Box.whole(program.refined.shape(name))
-        if name in program.gradients and any(piece.box != whole for piece in layout):
+    name = type(optimizer).__name__
+    others = f"or one of {', '.join(sorted(ELEMENTWISE))} without hooks"
+    for parameter in program.gradients:
+        layout = program.stored[parameter]
+        whole = Box.whole(program.refined.shape(parameter))
+        if any(piece.box != whole for piece in layout):
+            ways = "data or pipeline" if needs == "parameters" else "data"
+            raise TaskError(f"{name} looks at whole parameters, and {strategy} cuts {parameter}; use {ways}, {others}")
+        if needs == "everything" and len({piece.device for piece in layout}) < program.devices:
             raise TaskError(
-                f"{type(optimizer).__name__} looks at whole parameters, and {strategy} cuts {name}; use data or "
-                f"pipeline, or one of {', '.join(sorted(ELEMENTWISE))}"
+                f"{name} may look at all parameters at once, and {strategy} puts {parameter} on some devices only; "
+                f"use data, {others}"
             )
 
 

@@ -13,7 +13,7 @@ from rota.graph.graph import Op
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
-from rota.strategies.turns import meets
+from rota.strategies.turns import has_turns, meets
 
 Order = Literal["1f1b", "gpipe", "interleaved"]
 
@@ -81,8 +81,7 @@ class _Stages:
 
     def _first_with_gradient(self, stage: int) -> Op | None:
         for op in self._plan.graph.ops:
-            trained = any(name is not None and self._plan.graph.tensors[name].requires_grad for name in op.outputs)
-            if self.stage_of[op.name] == stage and op.name not in self._copied and op.with_grad and trained:
+            if self.stage_of[op.name] == stage and op.name not in self._copied and has_turns(self._plan, op):
                 return op
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rota.graph.graph import Op
 from rota.plan.microbatches import Mode, microbatches_of
 from rota.plan.plan import At, Plan
 
@@ -10,14 +11,19 @@ def one_after_another(plan: Plan) -> None:
     """Let no forward pass run ahead of the backward pass before it, so that one micro-batch's activations are kept."""
     if plan.microbatches == 1 or meets(plan):
         return
-    tensors, samples = plan.graph.tensors, plan.refined.batch_families()
     for op in plan.graph.ops:
-        made = [name for name in op.outputs if name is not None and tensors[name].requires_grad]
-        if op.with_grad and any(not samples.isdisjoint(plan.refined.families[name]) for name in made):
+        if has_turns(plan, op):
             for part in plan.parts(op):
                 for m in range(plan.microbatches - 1):
                     plan.order(At(part=part, microbatch=m, backward=True), before=At(part=part, microbatch=m + 1))
             return
+
+
+def has_turns(plan: Plan, op: Op) -> bool:
+    """Whether an op has a backward pass for each micro-batch: it makes something of samples that has a gradient."""
+    tensors, samples = plan.graph.tensors, plan.refined.batch_families()
+    made = [name for name in op.outputs if name is not None and tensors[name].requires_grad]
+    return op.with_grad and any(not samples.isdisjoint(plan.refined.families[name]) for name in made)
 
 
 def meets(plan: Plan) -> bool:

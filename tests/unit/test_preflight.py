@@ -176,12 +176,12 @@ def test_a_name_of_rota_cannot_be_taken_and_an_own_one_can_be_written_again(refu
             return None
 
 
-def test_tasks_that_differ_in_their_optimizer_are_planned_once(monkeypatch):
+def test_tasks_that_differ_in_their_seed_are_planned_once(monkeypatch):
     seen = []
-    real = preflight.first_graph
-    monkeypatch.setattr(preflight, "first_graph", lambda task: seen.append(task.name) or real(task))
+    real = preflight.first_step
+    monkeypatch.setattr(preflight, "first_step", lambda task: seen.append(task.name) or real(task))
     one = task_of(name="one", strategy="data")
-    other = replace(one, name="other", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    other = replace(one, name="other", seed=5)
     sweep = preflight.resolve(rota.Sweep(tasks=[one, other]), strategy=None)
     preflight.check(sweep, {"one": 2, "other": 2}, cluster_of())
     assert seen == ["one"]
@@ -199,3 +199,10 @@ def test_the_strategy_is_part_of_what_a_run_tells_and_not_of_what_it_trains():
 def test_refusals_are_input_errors():
     with pytest.raises(InputError):
         checked(task_of(), strategy="nothing")
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "zero"])
+def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_cut(refused, strategy):
+    adafactor = task_of(strategy=strategy, optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
+    assert "Adafactor looks at whole parameters" in refused(checked, adafactor)
+    assert checked(replace(adafactor, strategy="data")) == 2
