@@ -14,7 +14,7 @@ from rota.runtime.alone import Alone
 from rota.runtime.calibrate import Links, Store, cache_folder, calibrate, measure_links_within
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
-from rota.runtime.planned import Planned, is_elementwise
+from rota.runtime.planned import Planned, needs_of
 from rota.runtime.wrapped import Wrapped, Wrapper
 from rota.search.search import search
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
@@ -103,9 +103,17 @@ def measured_links(gang: Gang) -> Links | None:
 
 def best(graph: Graph, parts: Parts, devices: int, *, memory_bytes: int, links: Links | None, notice: Notice) -> str:
     """The strategy that is predicted to be the fastest of those that fit, as text."""
-    whole_parameters = not is_elementwise(parts.optimizer)
+    needs = needs_of(parts.optimizer)
+    whole_parameters = needs != "elements"
     try:
-        rough = search(graph, devices, memory_bytes=memory_bytes, whole_parameters=whole_parameters, budget_s=_SEARCH_S)
+        rough = search(
+            graph,
+            devices,
+            memory_bytes=memory_bytes,
+            whole_parameters=whole_parameters,
+            within=None if needs != "everything" else lambda strategy: type(strategy).__name__ in ("Data", "Single"),
+            budget_s=_SEARCH_S,
+        )
         likely = [one.text for one in rough.candidates if one.measured and one.fits][:_MEASURED]
         costs = calibrate(
             [find(text)(graph, devices).compile() for text in likely],

@@ -206,3 +206,20 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_where_they_are_cut(
     adafactor = task_of(strategy=strategy, optimizer=lambda model: torch.optim.Adafactor(model.parameters()))
     assert "Adafactor looks at whole parameters" in refused(checked, adafactor)
     assert checked(replace(adafactor, strategy="data")) == 2
+
+
+class Own(torch.optim.AdamW):
+    """Of which nothing is known."""
+
+
+def hooked(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *arguments: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda model: Own(model.parameters()), hooked])
+@pytest.mark.parametrize("strategy", ["zero", "pipeline"])
+def test_an_optimizer_of_which_nothing_is_known_gets_everything_or_is_refused(refused, make, strategy):
+    assert "use data" in refused(checked, task_of(strategy=strategy, optimizer=make))
+    assert checked(task_of(strategy="data", optimizer=make)) == 2
