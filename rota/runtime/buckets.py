@@ -36,6 +36,7 @@ def buckets_of(program: Program, *, most_bytes: int) -> Mapping[int, Bucket]:
     """node at which a bucket is launched -> the bucket. A collective that stands alone is a bucket of one."""
     opened: dict[tuple[Kind, tuple[int, ...], str], _Open] = {}
     of_value: dict[tuple[int, Value], tuple[Kind, tuple[int, ...], str]] = {}
+    needed: dict[tuple[int, Value], tuple[Kind, tuple[int, ...], str]] = {}
     found: dict[int, Bucket] = {}
 
     def close(key: tuple[Kind, tuple[int, ...], str]) -> None:
@@ -48,6 +49,9 @@ def buckets_of(program: Program, *, most_bytes: int) -> Mapping[int, Bucket]:
             waiting = of_value.get(one)
             if waiting is not None:
                 close(waiting)
+        for one in program.frees[index]:  # a bucket is launched before what it sends is let go of
+            if one in needed:
+                close(needed[one])
         if node.kind is not NodeKind.EXCHANGE:
             continue
         step = node.step
@@ -59,6 +63,9 @@ def buckets_of(program: Program, *, most_bytes: int) -> Mapping[int, Bucket]:
         bucket = opened.setdefault(key, _Open(nodes=[]))
         bucket.nodes.append(index)
         bucket.size_bytes += max(piece.box.size for piece in step.outputs) * element_bytes(program.refined, tensor)
+        for piece, given in zip(step.inputs, node.reads, strict=True):
+            if given is not None:
+                needed[(piece.device, given)] = key
         for piece, value in zip(step.outputs, node.makes, strict=True):
             of_value[(piece.device, value)] = key
         if bucket.size_bytes >= most_bytes:

@@ -32,13 +32,12 @@ def meets(plan: Plan) -> bool:
     apart: set[str | None] = set()
     """What each micro-batch makes."""
     late: set[str | None] = set()
-    """What is made of all of them, and has a gradient."""
+    """What is made of all of them."""
     for op in plan.graph.ops:
-        trained = any(name is not None and plan.graph.tensors[name].requires_grad for name in op.outputs)
         if running[op.name].mode is not Mode.ONCE:
             if any(name in late for name in op.inputs):
                 return True
             apart.update(op.outputs)
-        elif trained and any(name in apart or name in late for name in op.inputs):
+        elif any(name in apart or name in late for name in op.inputs):
             late.update(op.outputs)
     return False
