@@ -91,6 +91,8 @@ def check(
             plan = task.strategy(graph, allotted[task.name])
             if not hasattr(plan, "compile"):
                 raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
+            if plan.devices != allotted[task.name]:
+                raise InputError(f"its plan is for {plan.devices} devices, and the task has {allotted[task.name]}")
             check_optimizer(training.optimizer, plan.compile(memory_bytes=memory_bytes), _words(task.strategy))
         except RotaError as error:
             raise InputError(f"task {task.name!r} cannot run as {_words(task.strategy)}: {error}") from error

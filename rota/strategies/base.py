@@ -87,6 +87,8 @@ def _made(tree: ast.expr, text: str) -> Strategy:
     if isinstance(tree, ast.Name):
         return _call(tree.id, (), {})
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        if any(one.arg is None for one in tree.keywords):
+            raise InputError(f"the knobs of {ast.unparse(tree)} must be given by name")
         try:
             args = [ast.literal_eval(one) for one in tree.args]
             knobs = {one.arg: ast.literal_eval(one.value) for one in tree.keywords if one.arg is not None}

@@ -27,17 +27,20 @@ def has_turns(plan: Plan, op: Op) -> bool:
 
 
 def meets(plan: Plan) -> bool:
-    """Whether an op in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
-    running = microbatches_of(plan).running
+    """Whether something in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
+    running, samples = microbatches_of(plan).running, plan.refined.batch_families()
     apart: set[str | None] = set()
-    """What each micro-batch makes."""
+    """What each micro-batch makes for itself."""
     late: set[str | None] = set()
-    """What is made of all of them."""
+    """What is made of all of them: a statistic, or a sum over samples."""
     for op in plan.graph.ops:
-        if running[op.name].mode is not Mode.ONCE:
-            if any(name in late for name in op.inputs):
-                return True
-            apart.update(op.outputs)
-        elif any(name in apart or name in late for name in op.inputs):
+        once = running[op.name].mode is Mode.ONCE
+        if running[op.name].mode is Mode.ROWS and any(name in late for name in op.inputs):
+            return True
+        of_them = any(name in apart or name in late for name in op.inputs)
+        summed = all(name is None or samples.isdisjoint(plan.refined.families[name]) for name in op.outputs)
+        if of_them and (once or summed):
             late.update(op.outputs)
+        elif not once:
+            apart.update(op.outputs)
     return False

@@ -57,6 +57,7 @@ def checked(task, cluster=None, strategy=None):
         ("tensor(2, colour=1)", "does not take these knobs"),
         ("tensor(f(x))", "plain values"),
         ("2 + 2", "cannot be read"),
+        ("data(**{'a': 1})", "by name"),
         ("tensor(", "cannot be read"),
         ("single * data(2)", "stands alone"),
         ("data * tensor", "give the degree of all but one"),
@@ -223,3 +224,13 @@ def hooked(model):
 def test_an_optimizer_of_which_nothing_is_known_gets_everything_or_is_refused(refused, make, strategy):
     assert "use data" in refused(checked, task_of(strategy=strategy, optimizer=make))
     assert checked(task_of(strategy="data", optimizer=make)) == 2
+
+
+def test_a_plan_for_other_devices_than_the_task_has_is_refused(refused, registered):
+    @rota.strategy
+    def more(graph, devices):
+        plan = rota.Plan(graph, devices=4)
+        plan.assign(graph.ops, 3)
+        return plan
+
+    assert "for 4 devices, and the task has 2" in refused(checked, task_of(strategy="more"))
