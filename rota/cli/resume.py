@@ -20,6 +20,7 @@ from rota.store.run_folder import find_run
 @click.option("--allow-changes", is_flag=True, help="Go on although the sweep file has changed.")
 @click.option("--retries", default=2, show_default=True, help="How often a task goes on after its worker died.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
+@click.option("--strategy", metavar="S", help="How tasks run on devices from now on.")
 @device_options
 @json_option
 def resume(
@@ -28,6 +29,7 @@ def resume(
     allow_changes: bool,
     retries: int,
     quiet: bool,
+    strategy: str | None,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -48,5 +50,6 @@ def resume(
         progress=not quiet,
         retry_failed=failed,
         allow_changes=allow_changes,
+        strategy=strategy,
     )
     finish(run_source(lambda: load_source(record.source), options), as_json=as_json)

@@ -27,7 +27,7 @@ def has_turns(plan: Plan, op: Op) -> bool:
 
 
 def meets(plan: Plan) -> bool:
-    """Whether something in the middle needs all micro-batches at once, as a batch norm does: then none can run ahead."""
+    """Whether something in the middle needs all micro-batches at once, as a batch norm does: none can run ahead."""
     running, samples = microbatches_of(plan).running, plan.refined.batch_families()
     apart: set[str | None] = set()
     """What each micro-batch makes for itself."""
