@@ -23,8 +23,8 @@ from rota.errors import RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
 from rota.plan.collectives import Link
+from rota.plan.costs import Calibration, Costs, LinkCost, Rate
 from rota.plan.layout import Kind
-from rota.plan.simulate import Calibration, Costs, LinkCost, Rate
 from rota.runtime.hollow import hollow_out
 from rota.strategies.base import find
 from rota.testing.models import Evoformer

@@ -23,13 +23,13 @@ import torch.multiprocessing as mp
 
 from bench import harness
 from bench import strategies_model as peers
+from rota.calibrate.calibrate import calibrate
 from rota.errors import InputError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
 from rota.plan.program import Program
 from rota.plan.simulate import Simulation
 from rota.runtime import comm
-from rota.runtime.calibrate import calibrate
 from rota.runtime.engine import Engine
 from rota.runtime.in_process import InProcess
 from rota.runtime.ledger import Ledger

@@ -26,6 +26,14 @@ hypothesis.settings.register_profile("rota", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("rota")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Sums come out the same whatever else runs, and tests that run beside each other do not fight for cores."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def make_task() -> Callable[..., Task]:
     """Makes a valid task; its factories are never called by the tests that use it."""

@@ -9,11 +9,12 @@ from typing import Any
 
 from rota.graph.graph import Op, Role
 from rota.plan.box import Range
+from rota.plan.costs import Costs, call_seconds, received_bytes
 from rota.plan.folding import fold, fold_loosely, template
 from rota.plan.layout import Kind, Layout
 from rota.plan.microbatches import Mode
 from rota.plan.program import ONCE, FlowInfo, Node, Program, Segment
-from rota.plan.simulate import Costs, Simulation, call_seconds, received_bytes
+from rota.plan.simulate import Simulation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from rota.plan.layout import Layout, Step
 from rota.plan.microbatches import Microbatches
 
 if TYPE_CHECKING:
-    from rota.plan.simulate import Costs, Simulation
+    from rota.plan.costs import Costs
+    from rota.plan.simulate import Simulation
 
 ONCE = -1
 """The micro-batch of what happens once in a step."""

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rota.plan.costs import received_bytes
 from rota.plan.folding import fold
 from rota.plan.layout import Kind
 from rota.plan.program import ONCE, Node, NodeKind, Program, Segment
-from rota.plan.simulate import Simulation, received_bytes
+from rota.plan.simulate import Simulation
 
 _PROCESS = 0
 _US_PER_S = 1e6

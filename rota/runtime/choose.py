@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from rota.calibrate.calibrate import calibrate
+from rota.calibrate.known import Links, Store, cache_folder
+from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
 from rota.runtime.alone import Alone
-from rota.runtime.calibrate import Links, Store, cache_folder, calibrate, measure_links_within
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.planned import Planned, needs_of

@@ -173,8 +173,8 @@ def likeness(refined: Refined, segment: Segment) -> Any:
         calls.append(
             (
                 case.op.target,
-                _plain(case.op.args),
-                _plain(tuple(sorted(case.op.kwargs.items()))),
+                plain(case.op.args),
+                plain(tuple(sorted(case.op.kwargs.items()))),
                 case.op.with_grad,
                 case.op.autocast,
                 case.reads,
@@ -197,9 +197,10 @@ def likeness(refined: Refined, segment: Segment) -> Any:
     return tuple(calls), entries, exits, segment.recompute, segment.grad
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """An argument without the tensors that it names: what calls that cost the same have in common."""
     if isinstance(value, Ref):
         return "tensor"
     if isinstance(value, tuple | list):
-        return tuple(_plain(item) for item in value)
+        return tuple(plain(item) for item in value)
     return str(value)

@@ -14,7 +14,6 @@ from rota.graph.graph import Graph
 from rota.plan.box import Box
 from rota.plan.cache import Programs
 from rota.plan.program import Program
-from rota.runtime.device_run import check_state
 from rota.runtime.engine import Engine
 from rota.runtime.executor import Parts, Weights, check_gradient, loss_of, numbers_of, placed
 from rota.runtime.gang import Gang, talking
@@ -27,6 +26,8 @@ ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
 )
 """PyTorch's optimizers that treat every element of a parameter alike."""
+_MOST_ENGINES = 32
+"""Of as many shapes of batches; the others are made again when they come back."""
 WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon"})
 """Those that look at one parameter at a time."""
 
@@ -83,7 +84,7 @@ class Planned:
             with talking():
                 engine = Engine(
                     program,
-                    check_state(program, state, held=frozenset(beside.program.stored if beside else ())),
+                    state,
                     rank=self._gang.rank,
                     groups=self._gang.groups,
                     seed=self._parts.task.seed,
@@ -91,6 +92,8 @@ class Planned:
                     beside=beside,
                 )
             found = self._engines[id(program)] = (program, engine)
+            if len(self._engines) > _MOST_ENGINES:  # the first one has the pieces
+                del self._engines[list(self._engines)[1]]
         return found[1]
 
     def _cut_optimizer(self) -> PieceOptimizer:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
+
+_log = logging.getLogger(__name__)
 
 _RUNS = 3
 _WARM_UP = 2
@@ -60,7 +63,8 @@ class Trial:
         def call(*arguments: Any) -> Any:
             try:
                 return compiled(*arguments)
-            except Exception:  # what the compiler cannot do is run as it is
+            except Exception as error:  # what the compiler cannot do is run as it is
+                _log.warning("torch.compile failed on a segment, which runs uncompiled: %s", error)
                 self.kept, self.choice = False, self._module.forward
                 return self._module.forward(*arguments)
 

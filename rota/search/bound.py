@@ -10,9 +10,9 @@ from rota.graph.cost import element_bytes
 from rota.graph.graph import Op
 from rota.graph.refine import Refined
 from rota.graph.rules import occurrences
+from rota.plan.costs import Costs, call_cost
 from rota.plan.plan import Plan
 from rota.plan.program import ONCE, Call, Segment
-from rota.plan.simulate import Costs, _call_cost
 from rota.search.prepared import Prepared
 from rota.search.space import degree_of, recipes_of
 from rota.strategies.base import Strategy
@@ -155,5 +155,5 @@ class _Work:
         segment = Segment(
             index=0, device=0, context=ONCE, grad=trained, recompute=False, calls=(call,), entries=(), exits=(), slots=0
         )
-        cost = _call_cost(self._refined, segment, call, self._costs)
+        cost = call_cost(self._refined, segment, call, self._costs)
         return count * (cost.forward_s + (cost.backward_s if trained else 0.0))

@@ -11,10 +11,11 @@ from rota.graph.graph import Role
 from rota.graph.refine import Refined
 from rota.plan.box import Box
 from rota.plan.compile import compile_plan
+from rota.plan.costs import Costs
 from rota.plan.layout import Kind
 from rota.plan.plan import Plan
 from rota.plan.program import NodeKind, Program
-from rota.plan.simulate import Costs, Simulation, simulate
+from rota.plan.simulate import Simulation, simulate
 from rota.search.prepared import Prepared
 from rota.search.space import degree_of, recipes_of
 from rota.strategies.base import Strategy

@@ -15,9 +15,9 @@ from typing import Any
 from rota.cluster.device import format_bytes
 from rota.errors import FitError, InputError, RotaError
 from rota.graph.graph import Graph
+from rota.plan.costs import Costs
 from rota.plan.explain import format_seconds
 from rota.plan.plan import Plan
-from rota.plan.simulate import Costs
 from rota.search.bound import Bound, bound_of
 from rota.search.measure import LAYERS, Measured, Meter
 from rota.search.prepared import Prepared

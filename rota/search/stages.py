@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from rota.calibrate.calibrate import calibrate
 from rota.graph.graph import Graph
+from rota.plan.costs import call_cost
 from rota.plan.plan import Plan
-from rota.plan.simulate import call_cost
-from rota.runtime.calibrate import calibrate
 from rota.strategies.mesh import Product
 from rota.strategies.pipeline import Pipeline
 from rota.strategies.single import single

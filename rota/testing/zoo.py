@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 from rota.testing.models import GPT, Evoformer, MixtureOfExperts, ResNet
 
@@ -21,6 +22,14 @@ class Specimen:
     model: torch.nn.Module
     batch: Any
     loss: Callable[[torch.nn.Module, Any], Any]
+
+    def in_doubles(self) -> Specimen:
+        """The same in double precision, where equal computations come out equal but for the last digits."""
+
+        def double(value: Any) -> Any:
+            return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return replace(self, model=self.model.double(), batch=pytree.tree_map(double, self.batch))
 
 
 def names() -> list[str]:

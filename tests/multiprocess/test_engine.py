@@ -30,9 +30,9 @@ adamw = lambda pieces: torch.optim.AdamW(pieces, lr=1e-2, eps=1e-8 if precision 
 found = {}
 for family in families.split(","):
     specimen = zoo.make(family, batch=8)
-    model = specimen.model.to(precision)
-    cast = lambda one: one.to(precision) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-    batch = torch.utils._pytree.tree_map(cast, specimen.batch)
+    if precision is torch.float64:
+        specimen = specimen.in_doubles()
+    model, batch = specimen.model, specimen.batch
     graph = capture(model, batch, specimen.loss)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     alone = InProcess(find("single")(graph, 1).compile(), state, seed=3)

@@ -13,14 +13,6 @@ from rota.graph.run import run_graph
 from rota.testing import zoo
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def eager(model, batch, loss):
     """The loss, the gradients by name and the buffers afterwards."""
     torch.manual_seed(5)

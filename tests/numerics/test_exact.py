@@ -20,14 +20,6 @@ from rota.testing import plain
 from rota.testing.models import GPT, ResNet
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Surroundings:
     """A process that asks for a halt after some batches, or is killed after some checkpoints."""
 

@@ -16,14 +16,6 @@ from rota.testing.plans import cuttable, data_plan, pipeline_plan, single_plan, 
 VOCABULARY = 32
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def loss(model, rows):
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 

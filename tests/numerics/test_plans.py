@@ -35,14 +35,6 @@ SMALL = 1e-4
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- random graphs ----
 
 WIDTH, VOCABULARY = 4, 7

@@ -25,14 +25,6 @@ from rota.testing.rules import _graph_of
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def floats(*shape):
     """Between 0.1 and 0.9, where every function is defined; the same for the same shape."""
     generator = torch.Generator().manual_seed(hash(shape) % 1000)

@@ -4,7 +4,6 @@ import functools
 import warnings
 
 import pytest
-import torch
 
 from rota.errors import InputError
 from rota.graph.capture import capture
@@ -35,14 +34,6 @@ PLANS = {
     "tensor": functools.partial(tensor_or_copies, degree=2),
     "pipeline": functools.partial(pipeline_plan, stages=2, microbatches=4),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

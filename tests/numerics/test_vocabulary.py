@@ -22,14 +22,6 @@ from rota.testing.models import GPT
 ROWS, CLASSES = 10, 12
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- the loss ----
 
 

@@ -20,14 +20,6 @@ from rota.plan.box import Box, even_widths, first_overlap, missing
 from rota.testing import check_op, zoo
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """A captured model, with what each op read when it ran."""

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.graph.capture import capture
+from rota.plan.costs import Calibration, Costs, LinkCost, NodeCost, Rate
 from rota.plan.layout import Kind
 from rota.plan.ordering import read
-from rota.plan.simulate import Calibration, Costs, LinkCost, NodeCost, Rate
 from rota.strategies.base import find
 from rota.testing.models import GPT
 

@@ -12,11 +12,15 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rota.calibrate import calibrate as calibration
+from rota.calibrate import windows
+from rota.calibrate.calibrate import calibrate
+from rota.calibrate.fitting import fit_line, fit_rates
+from rota.calibrate.known import Known, Links, Part, Store, cache_folder
+from rota.calibrate.links import measure_links
 from rota.graph.capture import capture
+from rota.plan.costs import Calibration, CallCost, Costs, LinkCost, Rate, signature
 from rota.plan.layout import Kind
-from rota.plan.simulate import Calibration, CallCost, Costs, LinkCost, Rate, signature
-from rota.runtime import calibrate as calibration
-from rota.runtime.calibrate import Known, Links, Part, Store, calibrate, fit_line, fit_rates, measure_links
 from rota.runtime.in_process import InProcess
 from rota.strategies.base import find
 from rota.testing.models import GPT
@@ -39,14 +43,6 @@ class FakeClock:
 
 def next_token_loss(model, rows):
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +163,10 @@ def test_a_cache_that_cannot_be_written_keeps_nothing_and_says_nothing(tmp_path)
 
 def test_the_folder_is_the_users_own(monkeypatch, tmp_path):
     monkeypatch.setenv("ROTA_CACHE", str(tmp_path / "a"))
-    assert calibration.cache_folder() == tmp_path / "a"
+    assert cache_folder() == tmp_path / "a"
     monkeypatch.delenv("ROTA_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert calibration.cache_folder() == tmp_path / "b" / "rota"
+    assert cache_folder() == tmp_path / "b" / "rota"
 
 
 # ---- budgets ----
@@ -186,7 +182,7 @@ def test_without_time_everything_is_estimated_and_can_be_simulated(single, tmp_p
 
 
 def test_a_budget_that_ends_midway_leaves_the_rest_to_be_estimated(single, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "_WINDOW_CALLS", 4)
+    monkeypatch.setattr(windows, "_WINDOW_CALLS", 4)
     clock = FakeClock(0.001)
     costs = calibrate([single], budget_s=1.5, cache=tmp_path, clock=clock, timer=clock)
     assert costs.calibration.measured > 0
@@ -345,8 +341,7 @@ def test_a_small_calibration_predicts_a_step_in_little_time(model, rows, single,
         started_s = time.thread_time()
         run.train(rows)
         times.append(time.thread_time() - started_s)
-    # The machine has other things to do while tests run: bench.simulator says how near it comes when it has none.
-    assert single.simulate(costs).makespan_s == pytest.approx(min(times), rel=2.0)
+    assert single.simulate(costs).makespan_s == pytest.approx(min(times), rel=0.4)
     assert single.simulate(costs).makespan_s < parts.simulate(costs).makespan_s
 
 

@@ -18,18 +18,6 @@ from rota.testing import zoo
 from rota.testing.models import Evoformer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def in_doubles(value):
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def state_of(model):
     model = copy.deepcopy(model)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -43,9 +31,8 @@ def small(name):
 
 @pytest.fixture(scope="module", params=["evoformer", "gpt", "swin"])
 def specimen(request):
-    made = small(request.param)
-    model = made.model.double()
-    batch = torch.utils._pytree.tree_map(in_doubles, made.batch)
+    made = small(request.param).in_doubles()
+    model, batch = made.model, made.batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model, batch, capture(model, batch, made.loss)

@@ -20,14 +20,6 @@ from rota.testing import zoo
 from rota.testing.models import GPT
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Untied(GPT):
     """A head of its own, with a bias."""
 

@@ -10,6 +10,7 @@ import rota
 from rota.cluster.device import Cluster, Device
 from rota.errors import InputError
 from rota.execute import preflight
+from rota.strategies import base
 from rota.strategies.base import _FACTORIES, _USERS, find, with_microbatches
 from rota.testing.models import GPT
 
@@ -175,6 +176,37 @@ def test_a_name_of_rota_cannot_be_taken_and_an_own_one_can_be_written_again(refu
         @rota.strategy
         def again(graph, devices):
             return None
+
+
+class EntryPoint:
+    """What a package that brings a strategy registers."""
+
+    value = "elsewhere:mine"
+
+    def __init__(self, name, load):
+        self.name, self.load = name, load
+
+
+def test_a_package_brings_a_strategy(refused, registered, monkeypatch):
+    def first(graph, devices, *, device=0):
+        plan = rota.Plan(graph, devices=devices)
+        plan.assign(graph.ops, device)
+        return plan
+
+    points = [EntryPoint("elsewhere", lambda: first)]
+    monkeypatch.setattr(base.importlib.metadata, "entry_points", lambda *, group: points)
+    base._load_entry_points.cache_clear()
+    assert checked(task_of(strategy="elsewhere(device=1)")) == 2
+    assert "elsewhere" in base.names()
+
+    def broken():
+        raise ImportError("no module named lost")
+
+    points = [EntryPoint("lost", broken)]
+    base._load_entry_points.cache_clear()
+    assert "'lost'" in refused(find, "data")
+    monkeypatch.undo()
+    base._load_entry_points.cache_clear()
 
 
 def test_tasks_that_differ_in_their_seed_are_planned_once(monkeypatch):

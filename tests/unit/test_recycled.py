@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from rota.graph.capture import capture
+from rota.plan.costs import Calibration, Costs
 from rota.plan.plan import Plan
 from rota.plan.program import ONCE, NodeKind
-from rota.plan.simulate import Calibration, Costs
 from rota.runtime.in_process import InProcess
 from rota.strategies.base import find
 from rota.strategies.recycled import find_passes, tasks
@@ -41,14 +41,6 @@ class Recycler(torch.nn.Module):
             for _ in range(2):
                 last = self.once(x, last)
         return self.head(self.once(x, last))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def recycler(*, samples=16, rows=8, width=16):

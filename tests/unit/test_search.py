@@ -11,7 +11,8 @@ from rota.graph.capture import capture
 from rota.graph.refine import refine
 from rota.plan.box import Box
 from rota.plan.compile import compile_plan
-from rota.plan.simulate import Costs, simulate
+from rota.plan.costs import Costs
+from rota.plan.simulate import simulate
 from rota.search import measure
 from rota.search.bound import bound_of
 from rota.search.layers import stack_of

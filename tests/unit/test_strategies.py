@@ -15,16 +15,10 @@ from rota.testing import zoo
 SAMPLES = 7
 
 
-def in_doubles(value):
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 @pytest.fixture(scope="module", params=["gpt", "resnet"])
 def specimen(request):
-    made = zoo.make(request.param, batch=SAMPLES)
-    model = made.model.double()
-    batch = torch.utils._pytree.tree_map(in_doubles, made.batch)
-    return model, batch, capture(model, batch, made.loss)
+    made = zoo.make(request.param, batch=SAMPLES).in_doubles()
+    return made.model, made.batch, capture(made.model, made.batch, made.loss)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,33 @@
+"""What measuring is timed with."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+Clock = Callable[[], float]
+
+
+def timer_of(kind: str, threads: int) -> Clock:
+    """What a device of one thread does is timed by its own use of the processor: others do not count, then."""
+    return time.thread_time if kind == "cpu" and threads == 1 else time.perf_counter
+
+
+@contextlib.contextmanager
+def threads_set(count: int) -> Iterator[None]:
+    """With so many threads, as a device has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def low(values: Iterable[float]) -> float:
+    """The lower quartile: what it takes if nobody disturbs, without the luck of the very best."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 4]
