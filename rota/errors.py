@@ -18,6 +18,7 @@
     │   ├── CycleError           the order that was asked for contradicts itself or the data flow
     │   ├── FitError             a device has too little memory for what the plan puts on it
     │   └── ProgramError         a compiled program is wrong: a defect of rota, or a program that was altered
+    ├── ScheduleError            a schedule is not one: a defect of rota, or of a solver
     ├── MessageError             a message between processes cannot be understood
     ├── PeerError                another process that trains the same task is gone
     └── TaskError                a task cannot go on; carries what the user should read
@@ -91,6 +92,10 @@ class FitError(PlanError):
 
 class ProgramError(PlanError):
     """A compiled program does not do what its plan says."""
+
+
+class ScheduleError(RotaError):
+    """A schedule breaks a rule of its problem."""
 
 
 class MessageError(RotaError):

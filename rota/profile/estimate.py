@@ -1,0 +1,45 @@
+"""What one way of running a task costs, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rota.codec import register
+from rota.schedule.problem import Option
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A way to run a task on so many devices of a kind, and what a step takes."""
+
+    label: str
+    """The strategy with its knobs, as `rota.strategies.find` reads it, or the name of a technique with its knobs."""
+    kind: str
+    devices: int
+    step_s: float
+    spread: float
+    """By which part of it the step may be wrong."""
+    memory_bytes: int
+    """On the device that needs the most."""
+    measured: bool
+    """Real steps were timed; otherwise it is predicted."""
+    start_s: float = 0.0
+    """From the launch to the first step."""
+    spans: bool = False
+    """Whether it may run over several nodes."""
+    technique: str = ""
+    """Who executes it; empty for rota's own strategies."""
+
+
+def option_of(task: str, estimate: Estimate, *, steps: float, more_s: float = 0.0) -> Option:
+    """What the scheduler sees: the time until the task has ended. `more_s` is what switching to it takes."""
+    return Option(
+        tasks=(task,),
+        kind=estimate.kind,
+        devices=estimate.devices,
+        seconds=estimate.start_s + more_s + max(steps, 0.0) * estimate.step_s,
+        memory_bytes=estimate.memory_bytes,
+        spans=estimate.spans,
+        label=estimate.label,
+    )
