@@ -21,6 +21,7 @@ from bench import harness
 from rota.graph.capture import capture
 from rota.runtime import comm
 from rota.runtime.engine import Engine
+from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
 from rota.strategies.interlaced import interlaced
 from rota.strategies.mesh import Recipe
 from rota.strategies.pipeline import pipeline
@@ -29,6 +30,7 @@ from rota.strategies.tensor import tensor
 RANKS = 2
 VOCABULARY, WIDTH, LAYERS, LENGTH, BATCH = 32_768, 256, 2, 32, 8
 # Both pipelines are faster with two micro-batches than with four: each one makes a gradient of the whole vocabulary.
+# The stages of 1F1B are balanced by measured costs, and tensor parallelism may cut the vocabulary, as Megatron does.
 RECIPES: Mapping[str, Recipe] = {
     "1f1b": pipeline(microbatches=2),
     "tensor": tensor(),
@@ -47,13 +49,14 @@ def main() -> None:
 
 
 def compare(quick: bool) -> dict[str, Any]:
-    """Median seconds of a step of each plan, and how often the best of 1F1B and tensor fits the interlaced one's."""
+    """Median seconds of a step of each plan, and the best of 1F1B and tensor against the interlaced one."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         given = (str(place / "store"), str(place / "result"), 5 if quick else 15)
         mp.spawn(_rank, given, nprocs=RANKS)  # type: ignore[no-untyped-call]
         seconds: dict[str, float] = torch.load(place / "result")
-    return {"interlaced_vs_best": min(seconds["1f1b"], seconds["tensor"]) / seconds["interlaced"], "seconds": seconds}
+    best = min(one for name, one in seconds.items() if name != "interlaced")
+    return {"interlaced_vs_best": best / seconds["interlaced"], "seconds": seconds}
 
 
 def _rank(rank: int, store: str, result: str, repeats: int) -> None:
@@ -77,7 +80,13 @@ def _rank(rank: int, store: str, result: str, repeats: int) -> None:
 
 def _step(rank: int, recipe: Recipe, groups: comm.Groups) -> Step:
     model, batch = _make()
-    program = recipe(capture(model, batch, lambda model, one: model(**one).loss), RANKS).compile()
+    graph = capture(model, batch, lambda model, one: model(**one).loss)
+    strategy: Any = recipe
+    if wants_measured_stages(strategy):
+        seconds = [op_seconds(graph, microbatches_of(strategy, graph, RANKS)) if rank == 0 else None]
+        dist.broadcast_object_list(seconds, src=0)
+        strategy = with_stages(strategy, seconds[0])
+    program = strategy(graph, RANKS).compile()
     engine = Engine(program, dict(model.named_parameters()), rank=rank, groups=groups)
     engine.optimize(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
 

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from rota.cluster.kinds import KINDS, PEAK, costs_of
 from rota.errors import RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
-from rota.plan.collectives import Link
-from rota.plan.costs import Calibration, Costs, LinkCost, Rate
-from rota.plan.layout import Kind
+from rota.plan.costs import Costs
 from rota.runtime.hollow import hollow_out
 from rota.strategies.base import find
 from rota.testing.models import Evoformer
@@ -33,7 +32,7 @@ LAYERS = 4
 MEMORY_BYTES = 2 * 32 * 2**30
 """In bytes of single precision, see above."""
 _ADAM = 2
-_KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SEND)
+_INFINIBAND = 12.5e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +133,8 @@ def _rules(devices: int) -> Iterator[str]:
 
 
 def _v100(devices: int) -> Costs:
-    bandwidth = 2 * (150e9 if devices <= 8 else 12.5e9)
-    cost = LinkCost(group=2, launch_s=5e-6, launch_byte_s=0.0, latency_s=1e-5, byte_s=1 / bandwidth)
-    return Costs(
-        link=Link(latency_s=1e-5, bandwidth_bytes_per_s=bandwidth),
-        calibration=Calibration(
-            calls={},
-            rest=Rate(op_s=5e-6, flop_s=1 / 125e12, byte_s=1 / (2 * 900e9), backward=2.0),
-            links=dict.fromkeys(_KINDS, (cost,)),
-        ),
-    )
+    link = None if devices <= 8 else _INFINIBAND
+    return costs_of(KINDS["V100-32GB"], arithmetic="half", reach=PEAK, link_bytes_per_s=link, byte_share=0.5)
 
 
 # ---- the models: shapes only ----

@@ -68,8 +68,8 @@ def make() -> tuple[Model, torch.Tensor]:
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """The same for all arms."""
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    """The same for all arms; fused, since rota would fuse its own."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 Step = Callable[[], float | None]
@@ -173,7 +173,11 @@ class _Last(nn.Module):
 
 
 def _trained(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
-    updater = optimizer(model.parameters())
+    # The fused kernel takes DTensors or plain tensors, not both at once.
+    of_kind: dict[type, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        of_kind.setdefault(type(parameter.data), []).append(parameter)
+    updater = optimizer([{"params": some} for some in of_kind.values()])
 
     def step() -> float:
         updater.zero_grad()

@@ -25,6 +25,9 @@ from rota.plan.program import ONCE
 
 Lower = Callable[[Layout, Layout], tuple[Step, ...]]
 
+_WEIGHTLESS = frozenset({"embedding"})
+"""Ops whose gradient does not depend on the parameter that they read."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Site:
@@ -386,7 +389,7 @@ class _Wirer:
         """Bring a parameter together for each micro-batch of a context, and for each pass."""
         flow = self._forward_flow(name, frozenset(self._needs(group, False)), group[0].site.context, False)
         again = None
-        if flow.steps and group[0].site.grad:
+        if flow.steps and group[0].site.grad and any(use.site.op.kind not in _WEIGHTLESS for use in group):
             again = next((one for one in self.again if one.tensor == name and one.number == flow.number), None)
             if again is None:
                 again = replace(flow, again=True)

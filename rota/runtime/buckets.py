@@ -2,16 +2,17 @@
 
 A collective costs a latency however small it is, and a model has hundreds of small parameters. Collectives of one kind
 and group that follow each other in the program, with computation in between or not, are launched as one, in the place
-of the last of them: before anything reads what they make, or when enough has come together.
+of the last of them: before anything reads what they make, or when enough has come together. What they send is put into
+the bucket in their own places, while it is still in the processor's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rota.graph.cost import element_bytes
-from rota.plan.layout import Kind
+from rota.plan.layout import Kind, Step
 from rota.plan.ordering import read
 from rota.plan.program import NodeKind, Program, Value
 
@@ -36,7 +37,6 @@ def buckets_of(program: Program, *, most_bytes: int) -> Mapping[int, Bucket]:
     """node at which a bucket is launched -> the bucket. A collective that stands alone is a bucket of one."""
     opened: dict[tuple[Kind, tuple[int, ...], str], _Open] = {}
     of_value: dict[tuple[int, Value], tuple[Kind, tuple[int, ...], str]] = {}
-    needed: dict[tuple[int, Value], tuple[Kind, tuple[int, ...], str]] = {}
     found: dict[int, Bucket] = {}
 
     def close(key: tuple[Kind, tuple[int, ...], str]) -> None:
@@ -49,23 +49,17 @@ def buckets_of(program: Program, *, most_bytes: int) -> Mapping[int, Bucket]:
             waiting = of_value.get(one)
             if waiting is not None:
                 close(waiting)
-        for one in program.frees[index]:  # a bucket is launched before what it sends is let go of
-            if one in needed:
-                close(needed[one])
         if node.kind is not NodeKind.EXCHANGE:
             continue
         step = node.step
         assert step is not None
-        if step.kind not in _JOINED or not _is_even(step.kind, step.inputs, step.outputs):
+        if step.kind not in _JOINED or not is_even(step):
             continue
         tensor = program.flows[node.flow].tensor
         key = (step.kind, step.group, program.refined.graph.tensors[tensor].dtype)
         bucket = opened.setdefault(key, _Open(nodes=[]))
         bucket.nodes.append(index)
         bucket.size_bytes += max(piece.box.size for piece in step.outputs) * element_bytes(program.refined, tensor)
-        for piece, given in zip(step.inputs, node.reads, strict=True):
-            if given is not None:
-                needed[(piece.device, given)] = key
         for piece, value in zip(step.outputs, node.makes, strict=True):
             of_value[(piece.device, value)] = key
         if bucket.size_bytes >= most_bytes:
@@ -75,7 +69,7 @@ def buckets_of(program: Program, *, most_bytes: int) -> Mapping[int, Bucket]:
     return found
 
 
-def _is_even(kind: Kind, inputs: Sequence[object], outputs: Sequence[object]) -> bool:
+def is_even(step: Step) -> bool:
     """Whether every device gives, or gets, as much as the others: what collectives of PyTorch ask for."""
-    pieces = inputs if kind is Kind.ALL_GATHER else outputs
-    return len({piece.box.size for piece in pieces}) == 1  # type: ignore[attr-defined]
+    pieces = step.inputs if step.kind is Kind.ALL_GATHER else step.outputs
+    return len({piece.box.size for piece in pieces}) == 1

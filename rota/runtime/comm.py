@@ -98,16 +98,14 @@ class Pending:
         return self._result
 
 
-def all_reduce(tensors: Sequence[torch.Tensor], group: Any) -> Pending:
-    """The sum over the group of each of several tensors."""
-    flat, shapes = _flat(tensors)
+def all_reduce(flat: torch.Tensor, shapes: Sequence[Any], group: Any) -> Pending:
+    """The sum over the group of several tensors that lie one behind the other."""
     work = dist.all_reduce(flat, group=group, async_op=True)
     return Pending(work, lambda: _parts(flat, shapes))
 
 
-def all_gather(tensors: Sequence[torch.Tensor], group: Any, size: int) -> Pending:
+def all_gather(flat: torch.Tensor, shapes: Sequence[Any], group: Any, size: int) -> Pending:
     """For each of several tensors, those of all members one after the other: results[i * size + member]."""
-    flat, shapes = _flat(tensors)
     whole = torch.empty(size * flat.numel(), dtype=flat.dtype, device=flat.device)
     work = _all_gather(whole, flat, group=group, async_op=True)
 
@@ -118,11 +116,10 @@ def all_gather(tensors: Sequence[torch.Tensor], group: Any, size: int) -> Pendin
     return Pending(work, finish)
 
 
-def reduce_scatter(parts: Sequence[Sequence[torch.Tensor]], group: Any, shapes: Sequence[Any]) -> Pending:
-    """The sum over the group of this member's parts: parts[member][i] is what a member gets of the i-th tensor."""
-    flat = torch.cat([one.reshape(-1) for member in parts for one in member])
-    result = torch.empty(flat.numel() // len(parts), dtype=flat.dtype, device=flat.device)
-    work = _reduce_scatter(result, flat, group=group, async_op=True)
+def reduce_scatter(rows: torch.Tensor, shapes: Sequence[Any], group: Any) -> Pending:
+    """The sum over the group of this member's row; in each row lie a member's parts of several tensors."""
+    result = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    work = _reduce_scatter(result, rows.view(-1), group=group, async_op=True)
     return Pending(work, lambda: _parts(result, list(shapes)))
 
 
@@ -151,12 +148,6 @@ def uneven_all_gather(tensor: torch.Tensor, shapes: Sequence[Any], group: Any) -
     work = _all_gather(whole, filled, group=group, async_op=True)
     rows = whole.view(len(shapes), most)
     return Pending(work, lambda: [rows[i, : _count(shape)].reshape(shape) for i, shape in enumerate(shapes)])
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-    if len(tensors) == 1:
-        return tensors[0].detach().contiguous().clone().reshape(-1), [tensors[0].shape]
-    return torch.cat([one.detach().reshape(-1) for one in tensors]), [one.shape for one in tensors]
 
 
 def _parts(flat: torch.Tensor, shapes: Iterable[Any]) -> list[torch.Tensor]:

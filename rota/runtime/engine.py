@@ -17,7 +17,7 @@ from rota.plan.box import Box
 from rota.plan.layout import Kind, Step
 from rota.plan.program import Node, NodeKind, Program, Value
 from rota.runtime import comm
-from rota.runtime.buckets import Bucket, buckets_of
+from rota.runtime.buckets import Bucket, buckets_of, is_even
 from rota.runtime.device_run import DeviceRun, check_state
 from rota.runtime.fused import fuse
 from rota.runtime.pieces import assemble, cut, exchange
@@ -32,8 +32,26 @@ class _Instruction:
     index: int
     node: Node
     bucket: Bucket | None
-    """For a collective that is launched here, alone or with others."""
+    """For a collective: those that it is launched with, where the last of them stands."""
     frees: tuple[Value, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Filling:
+    """What a bucket sends, as far as it is there: one tensor behind the other, in a row for each receiver."""
+
+    rows: torch.Tensor
+    used: int = 0
+    """Of each row."""
+    whole: torch.Tensor | None = None
+    """Instead, the only tensor of a collective that is not joined with others."""
+
+    def put(self, tensor: torch.Tensor, *, row: int = 0, last: bool = True) -> None:
+        """Add a tensor to a row; `last` if that was the last row that got something of it."""
+        end = self.used + tensor.numel()
+        self.rows[row, self.used : end].view(tensor.shape).copy_(tensor)
+        if last:
+            self.used = end
 
 
 class Engine:
@@ -69,6 +87,7 @@ class Engine:
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._next_receive = 0
         self._pending: dict[Value, tuple[comm.Pending, Callable[[], None]]] = {}
+        self._filling: dict[Bucket, _Filling] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         held: frozenset[str] = frozenset()
         if beside is not None:  # another program of the same model on the same pieces
@@ -86,6 +105,7 @@ class Engine:
         device = self.device
         device.begin(batch, step=step)
         self._next_receive = 0
+        self._filling.clear()
         for one in self._instructions:
             node = one.node
             if node.kind is NodeKind.EXCHANGE:
@@ -190,7 +210,9 @@ class Engine:
             case Kind.SEND:
                 self._send(one)
             case _:
-                if one.bucket is not None:
+                assert one.bucket is not None
+                self._join(one.node, step, one.bucket)
+                if one.index == one.bucket.nodes[-1]:
                     self._launch(one.bucket)
 
     def _held(self, value: Value) -> torch.Tensor:
@@ -236,42 +258,67 @@ class Engine:
             self._posted[one.index] = (work, tensor)
             self._next_receive += 1
 
+    def _join(self, node: Node, step: Step, bucket: Bucket) -> None:
+        """Put what a collective sends into its bucket."""
+        value = node.reads[_position(step, self.rank)]
+        assert value is not None
+        self._wait(value)
+        tensor = self._held(value)
+        filling = self._filling.get(bucket)
+        if filling is None:
+            filling = self._filling[bucket] = self._empty(bucket, step, tensor)
+        if filling.whole is not None:
+            filling.whole = tensor
+        elif step.kind is Kind.REDUCE_SCATTER:
+            source = Box(ranges=step.inputs[0].box.ranges)
+            factors = self._factors_of(node)
+            for member, piece in enumerate(step.outputs):
+                part = cut(tensor, factors, source, Box(ranges=piece.box.ranges))
+                filling.put(part, row=member, last=member == len(step.outputs) - 1)
+        else:
+            filling.put(tensor)
+
+    def _empty(self, bucket: Bucket, step: Step, like: torch.Tensor) -> _Filling:
+        if step.kind is Kind.ALL_TO_ALL or (not is_even(step) and step.kind is not Kind.ALL_REDUCE):
+            return _Filling(rows=like.new_empty((0, 0)), whole=like)
+        steps = [self.program.nodes[index].step for index in bucket.nodes]
+        sizes = [one.inputs[_position(one, self.rank)].box.size for one in steps if one is not None]
+        members = len(step.outputs) if step.kind is Kind.REDUCE_SCATTER else 1
+        return _Filling(rows=like.new_empty((members, sum(sizes) // members)))
+
     def _launch(self, bucket: Bucket) -> None:
         nodes = [self.program.nodes[index] for index in bucket.nodes]
         steps = [node.step for node in nodes if node.step is not None]
         kind, ranks = steps[0].kind, steps[0].group
         group, place = self._groups.of(ranks), ranks.index(self.rank)
-        for node, step in zip(nodes, steps, strict=True):
-            value = node.reads[_position(step, self.rank)]
-            assert value is not None
-            self._wait(value)
-        inputs = [self._input(node, step) for node, step in zip(nodes, steps, strict=True)]
+        filling = self._filling.pop(bucket)
         made = [node.makes[place] for node in nodes]
+        given = [
+            local_shape(self._factors_of(node), step.inputs[_position(step, self.rank)].box.shape)
+            for node, step in zip(nodes, steps, strict=True)
+        ]
         if kind is Kind.ALL_REDUCE:
-            pending = comm.all_reduce(inputs, group)
+            pending = comm.all_reduce(filling.rows.view(-1), given, group)
             puts = [lambda i=i: self._put(made[i], pending.wait()[i]) for i in range(len(nodes))]
         elif kind is Kind.ALL_GATHER:
-            pending, puts = self._all_gather(nodes, steps, inputs, made, group)
+            pending, puts = self._all_gather(nodes, steps, filling, given, made, group)
         elif kind is Kind.REDUCE_SCATTER:
-            pending, puts = self._reduce_scatter(nodes, steps, inputs, made, group, place)
+            pending, puts = self._reduce_scatter(nodes, steps, filling, made, group, place)
         else:
-            pending, puts = self._all_to_all(nodes[0], steps[0], inputs[0], made[0], group, place)
+            pending, puts = self._all_to_all(nodes[0], steps[0], filling.whole, made[0], group, place)
         for value, put in zip(made, puts, strict=True):
             self._pending[value] = (pending, put)
 
-    def _input(self, node: Node, step: Step) -> torch.Tensor:
-        value = node.reads[_position(step, self.rank)]
-        assert value is not None
-        return self._held(value)
-
-    def _all_gather(self, nodes: Any, steps: Any, inputs: Any, made: Any, group: Any) -> Any:
+    def _all_gather(self, nodes: Any, steps: Any, filling: _Filling, given: Any, made: Any, group: Any) -> Any:
         size = len(steps[0].outputs)
         shapes = [
             [local_shape(self._factors_of(node), piece.box.shape) for piece in step.inputs]
             for node, step in zip(nodes, steps, strict=True)
         ]
-        even = all(len({one.box.size for one in step.inputs}) == 1 for step in steps)
-        pending = comm.all_gather(inputs, group, size) if even else comm.uneven_all_gather(inputs[0], shapes[0], group)
+        if filling.whole is None:
+            pending = comm.all_gather(filling.rows.view(-1), given, group, size)
+        else:
+            pending = comm.uneven_all_gather(filling.whole, shapes[0], group)
 
         def put(i: int) -> None:
             parts = pending.wait()[i * size : (i + 1) * size]
@@ -284,27 +331,20 @@ class Engine:
 
         return pending, [lambda i=i: put(i) for i in range(len(nodes))]
 
-    def _reduce_scatter(self, nodes: Any, steps: Any, inputs: Any, made: Any, group: Any, place: int) -> Any:
+    def _reduce_scatter(self, nodes: Any, steps: Any, filling: _Filling, made: Any, group: Any, place: int) -> Any:
         factors = [self._factors_of(node) for node in nodes]
-        even = all(len({one.box.size for one in step.outputs}) == 1 for step in steps)
         shapes = [local_shape(f, step.outputs[place].box.shape) for f, step in zip(factors, steps, strict=True)]
-        if not even:  # as an all-reduce, of which each keeps its part
-            pending = comm.all_reduce(inputs, group)
+        if filling.whole is not None:  # uneven: as an all-reduce, of which each keeps its part
+            tensor = filling.whole
+            pending = comm.all_reduce(tensor.contiguous().clone().view(-1), [tensor.shape], group)
 
-            def keep(i: int) -> None:
-                whole = Box(ranges=steps[i].inputs[0].box.ranges)
-                part = cut(pending.wait()[i], factors[i], whole, Box(ranges=steps[i].outputs[place].box.ranges))
-                self._put(made[i], part.contiguous())
+            def keep() -> None:
+                whole = Box(ranges=steps[0].inputs[0].box.ranges)
+                part = cut(pending.wait()[0], factors[0], whole, Box(ranges=steps[0].outputs[place].box.ranges))
+                self._put(made[0], part.contiguous())
 
-            return pending, [lambda i=i: keep(i) for i in range(len(nodes))]
-        parts = [
-            [
-                cut(one, f, Box(ranges=step.inputs[0].box.ranges), Box(ranges=step.outputs[member].box.ranges))
-                for one, f, step in zip(inputs, factors, steps, strict=True)
-            ]
-            for member in range(len(steps[0].outputs))
-        ]
-        pending = comm.reduce_scatter(parts, group, shapes)
+            return pending, [keep]
+        pending = comm.reduce_scatter(filling.rows, shapes, group)
         return pending, [lambda i=i: self._put(made[i], pending.wait()[i]) for i in range(len(nodes))]
 
     def _all_to_all(self, node: Any, step: Any, tensor: Any, made: Any, group: Any, place: int) -> Any:
@@ -333,15 +373,19 @@ def _position(step: Step, rank: int) -> int:
 
 def _instructions(program: Program, rank: int, buckets: Mapping[int, Bucket]) -> list[_Instruction]:
     found = []
-    joined = {index for bucket in buckets.values() for index in bucket.nodes}
+    unread: dict[Bucket, list[Value]] = {}
+    of_node = {index: bucket for bucket in buckets.values() for index in bucket.nodes}
     for index in program.of(rank):
         node = program.nodes[index]
-        bucket = buckets.get(index)
-        if bucket is None and index not in joined and node.kind is NodeKind.EXCHANGE:
+        bucket = of_node.get(index)
+        if bucket is None and node.kind is NodeKind.EXCHANGE:
             bucket = Bucket(nodes=(index,))
-        if bucket is None and index in joined:
-            continue  # it is launched with a later one, which needs its inputs until then
-        ended = bucket.nodes if bucket is not None else (index,)
-        frees = tuple(value for one in ended for device, value in program.frees[one] if device == rank)
-        found.append(_Instruction(index=index, node=node, bucket=bucket, frees=frees))
+        frees = [value for device, value in program.frees[index] if device == rank]
+        if bucket is not None:
+            if index != bucket.nodes[-1]:  # what nobody reads is there only when all is launched
+                unread.setdefault(bucket, []).extend(value for value in frees if value in node.makes)
+                frees = [value for value in frees if value not in node.makes]
+            else:
+                frees += unread.pop(bucket, [])
+        found.append(_Instruction(index=index, node=node, bucket=bucket, frees=tuple(frees)))
     return found

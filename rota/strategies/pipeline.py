@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from rota.errors import InputError
-from rota.graph.cost import work_of
+from rota.graph.cost import element_bytes, work_of
 from rota.graph.graph import Op
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
@@ -16,6 +20,12 @@ from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
 from rota.strategies.turns import has_turns, meets
 
 Order = Literal["1f1b", "gpipe", "interleaved"]
+
+Rates = tuple[float, float]
+"""What it takes to send a tensor: in any case, and for each byte."""
+_SEND_S: Rates = (5e-4, 1e-9)
+_SEND_WORK: Rates = (1e7, 40.0)
+"""In multiplications, as `op_cost` counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,9 @@ class _Stages:
         self._degree = degree
         self._recipe = recipe
         self.stages = degree * (recipe.chunks if recipe.order == "interleaved" else 1)
-        self.stage_of = stages_by_cost(plan, self.stages, recipe.seconds)
+        measured = recipe.seconds is not None
+        send = _SEND_S if measured else _SEND_WORK
+        self.stage_of = stages_by_cost(plan, self.stages, recipe.seconds, send=send)
         self._copied = copied(plan, self.stage_of)
 
     def choose(self, op: Op) -> Choice:
@@ -86,13 +98,15 @@ class _Stages:
         return None
 
 
-def stages_by_cost(plan: Plan, stages: int, seconds: tuple[float, ...] | None = None) -> dict[str, int]:
-    """The stage of each op: contiguous runs in the order of the graph, of about equal cost."""
+def stages_by_cost(
+    plan: Plan, stages: int, costs: Sequence[float] | None = None, *, send: Rates = _SEND_WORK
+) -> dict[str, int]:
+    """The stage of each op: contiguous runs in the order of the graph, of about equal cost with what they exchange."""
     ops = plan.graph.ops
     if len(ops) < stages:
         raise InputError(f"a model of {len(ops)} ops cannot be cut into {stages} stages; use fewer")
-    costs = list(seconds) if seconds is not None else [op_cost(plan, op) for op in ops]
-    bounds = _even_bounds(costs, stages)
+    costs = [op_cost(plan, op) for op in ops] if costs is None else costs
+    bounds = even_bounds(costs, _crossing_costs(plan, send), stages)
     return {op.name: bisect.bisect_right(bounds, i) for i, op in enumerate(ops)}
 
 
@@ -102,33 +116,77 @@ def op_cost(plan: Plan, op: Op) -> float:
     return max(work.flops, 4 * work.touched_bytes)
 
 
-def _even_bounds(costs: list[float], stages: int) -> list[int]:
-    """Where stages 1, 2, ... begin, so that the dearest stage is as cheap as can be (by bisection)."""
-    total, most = sum(costs), max(costs)
-    low, high = max(most, total / stages), total
-    for _ in range(50):
+def _crossing_costs(plan: Plan, rates: Rates) -> list[float]:
+    """What a device spends on sending, or receiving, what crosses a cut before each op, and its gradient back."""
+    launch, per_byte = rates
+    graph = plan.graph
+    made = {name: i for i, op in enumerate(graph.ops) for name in op.outputs if name is not None}
+    free = copied(plan, {op.name: 0 for op in graph.ops})
+    last = dict(made)
+    for i, op in enumerate(graph.ops):
+        for name in op.inputs:
+            if name in last:
+                last[name] = i
+    changes = [0.0] * (len(graph.ops) + 2)
+    for name, first in made.items():
+        if graph.ops[first].name in free:
+            continue  # it is computed where it is needed
+        tensor = graph.tensors[name]
+        size_bytes = math.prod(tensor.shape) * element_bytes(plan.refined, name) / plan.microbatches
+        cost = (launch + per_byte * size_bytes) * (2 if tensor.requires_grad else 1)
+        changes[first + 1] += cost
+        changes[last[name] + 1] -= cost
+    return [max(0.0, one) for one in itertools.accumulate(changes[: len(graph.ops) + 1])]
+
+
+def even_bounds(costs: Sequence[float], crossing: Sequence[float], stages: int) -> list[int]:
+    """Where stages 1, 2, ... begin, so that the dearest stage with its two cuts is as cheap as can be."""
+    before = np.concatenate([[0.0], np.cumsum(costs)])
+    cuts = np.asarray(crossing, dtype=float).copy()
+    cuts[0] = cuts[-1] = 0.0
+    low, high = 0.0, float(before[-1] + 2 * cuts.max()) * (1 + 1e-9)
+    found = _within(before, cuts, stages, high)
+    assert found is not None
+    for _ in range(40):
         middle = (low + high) / 2
-        if len(_greedy(costs, middle)) < stages:
-            high = middle
-        else:
+        bounds = _within(before, cuts, stages, middle)
+        if bounds is None:
             low = middle
-    bounds = _greedy(costs, high)
-    while len(bounds) < stages - 1:  # fewer were needed: cut the longest run
-        edges = [0, *bounds, len(costs)]
-        start, stop = max(itertools.pairwise(edges), key=lambda one: one[1] - one[0])
-        bounds = sorted([*bounds, (start + stop) // 2])
-    return bounds
+        else:
+            found, high = bounds, middle
+    return found
 
 
-def _greedy(costs: list[float], limit: float) -> list[int]:
-    bounds: list[int] = []
-    running = 0.0
-    for i, cost in enumerate(costs):
-        if running + cost > limit and running > 0:
-            bounds.append(i)
-            running = 0.0
-        running += cost
-    return bounds
+def _within(before: Any, cuts: Any, stages: int, limit: float) -> list[int] | None:
+    """Bounds of stages that cost no more than this, each of at least one op; None if there are none."""
+    # A stage from i to j costs (before[j] + cuts[j]) - (before[i] - cuts[i]).
+    gains, ends = before - cuts, before + cuts
+    count = len(before)
+    best = np.full(count, -np.inf)  # of the places where a stage may begin, the best so far
+    best[0:] = gains[0]
+    starts = np.zeros(count, dtype=np.int64)
+    trail = []
+    for stage in range(stages):
+        # best[j - 1]: the stage has at least one op.
+        reached = np.zeros(count, dtype=bool)
+        reached[1:] = ends[1:] - best[:-1] <= limit
+        begun = np.concatenate([[0], starts[:-1]])
+        trail.append(begun)
+        if stage == stages - 1:
+            return _traced(trail, count - 1) if reached[-1] else None
+        usable = np.where(reached, gains, -np.inf)
+        best = np.maximum.accumulate(usable)
+        starts = np.maximum.accumulate(np.where(usable == best, np.arange(count), 0))
+        starts = np.where(np.isneginf(best), 0, starts)
+    return None
+
+
+def _traced(trail: list[Any], place: int) -> list[int]:
+    bounds = []
+    for begun in reversed(trail[1:]):
+        place = int(begun[place])
+        bounds.append(place)
+    return bounds[::-1]
 
 
 def copied(plan: Plan, stage_of: dict[str, int]) -> dict[str, set[int]]:

@@ -291,7 +291,7 @@ def _stages(plan: Plan, degree: int, passes: Passes) -> dict[str, int]:
         home = op.name if op.with_grad else passes.like.get(op.name)
         if home is not None:
             costs[home] += op_cost(plan, op) * (1 + _BACKWARD if op.name in trained else 1)
-    found = stages_by_cost(plan, degree, tuple(costs.values()))
+    found = stages_by_cost(plan, degree, tuple(costs.values()), send=(0.0, 0.0))  # most ops have no cost of their own
     last = [op for op in graph.ops if op.with_grad]
     found |= _moved(plan, last, costs, [found[op.name] for op in last])
     if {found[op.name] for op in last} != set(range(degree)):

@@ -14,7 +14,7 @@ from rota.plan.layout import Piece
 from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.data import Samples
-from rota.strategies.dims import layers_of
+from rota.strategies.dims import layer_name, layers_of
 from rota.strategies.mesh import Choice, Mesh, Recipe
 
 
@@ -52,6 +52,7 @@ class _Stored:
         if self._stage == 3:
             for ops in layers_of(plan):
                 plan.group(ops)
+        tail = _tail(plan)
         for tensor in plan.graph.parameters:
             whole = Box.whole(plan.refined.shape(tensor.name))
             copies = _used(plan, tensor.name)
@@ -61,7 +62,17 @@ class _Stored:
                 for device, part in zip(devices, _pieces(box, len(devices)), strict=False)
             ]
             if copies and not _missing(whole, copies):
-                plan.store(tensor.name, tuple(pieces), gather="use" if self._stage == 3 else "step")
+                # What is used last is used again at once, by the backward pass.
+                again = self._stage == 3 and tensor.name not in tail
+                plan.store(tensor.name, tuple(pieces), gather="use" if again else "step")
+
+
+def _tail(plan: Plan) -> set[str]:
+    """The parameters that are used behind the last layer only."""
+    ops = plan.graph.ops
+    end = max((i for i, op in enumerate(ops) if layer_name(op.module)), default=len(ops))
+    before = {name for op in ops[: end + 1] for name in op.inputs}
+    return {name for op in ops[end + 1 :] for name in op.inputs} - before
 
 
 def _used(plan: Plan, name: str) -> dict[Box, list[int]]:

@@ -29,16 +29,13 @@ def gpt():
 @pytest.mark.parametrize("most_bytes", [1, 4096, 2**25])
 @pytest.mark.parametrize("strategy", ["data", "zero", "zero(stage=1)", "tensor", "data(microbatches=2)"])
 @pytest.mark.parametrize("graph", [detached_mean, gpt])
-def test_a_bucket_finds_its_inputs_and_comes_before_its_readers(graph, strategy, most_bytes):
+def test_a_bucket_comes_before_its_readers(graph, strategy, most_bytes):
     program = find(strategy)(graph(), 2).compile()
     buckets = buckets_of(program, most_bytes=most_bytes)
     launched = {index: at for at, bucket in buckets.items() for index in bucket.nodes}
     assert len(launched) == sum(len(bucket.nodes) for bucket in buckets.values())
     for index, at in launched.items():
         node = program.nodes[index]
-        inputs = {(piece.device, value) for piece, value in zip(node.step.inputs, node.reads, strict=True)}
         outputs = {(piece.device, value) for piece, value in zip(node.step.outputs, node.makes, strict=True)}
         for between in range(index + 1, at + 1):
-            if between not in launched:
-                assert inputs.isdisjoint(program.frees[between])
             assert outputs.isdisjoint(read(program.nodes[between]))
