@@ -16,7 +16,7 @@ import torch
 
 from rota.graph.functional import overload
 from rota.graph.graph import Op
-from rota.graph.rules import Case, LocalCut, causal_mask
+from rota.graph.rules import Case, LocalCut, argument_of, causal_mask
 from rota.plan.box import Box
 
 if TYPE_CHECKING:
@@ -149,15 +149,22 @@ def seeded(
     def compute(values: Sequence[Any], place: Place) -> tuple[Any, ...]:
         if place.plain:
             return run(values)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_op_key(place.key, salt))
+        # Not torch.manual_seed: that goes through all kinds of devices, which takes a millisecond.
+        generator = torch.default_generator
+        before = generator.get_state()
+        generator.manual_seed(_op_key(place.key, salt))
+        try:
             return run(values)
+        finally:
+            generator.set_state(before)
 
     return compute
 
 
 def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers."""
+    """Whether an op draws random numbers. PyTorch marks attention as such, also without dropout."""
+    if op.kind == "scaled_dot_product_attention":
+        return bool(argument_of(op, "dropout_p"))
     return torch.Tag.nondeterministic_seeded in getattr(overload(op.target), "tags", ())
 
 

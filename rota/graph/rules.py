@@ -37,7 +37,7 @@ class Case:
 
     def argument(self, name: str) -> Any:
         """An argument of the op, by the name that its schema has for it."""
-        return _argument(self.op, name)
+        return argument_of(self.op, name)
 
     @property
     def made(self) -> Shape:
@@ -116,7 +116,7 @@ def rule_of(op: Op) -> Rule | None:
     namespace, name, overload_name = op.target.split(".")
     if namespace != "aten":
         return _RULES.get(op.target) or _RULES.get(f"{namespace}.{name}")
-    if op.kind == _ATTENTION and _argument(op, "dropout_p"):
+    if op.kind == _ATTENTION and argument_of(op, "dropout_p"):
         return _RULES[f"{_ATTENTION}.dropout"]
     return _RULES.get(f"{op.kind}.{overload_name}") or _RULES.get(op.kind)
 
@@ -183,7 +183,7 @@ def _schema(target: str) -> tuple[Any, ...]:
     return tuple(overload(target)._schema.arguments)  # type: ignore[attr-defined]
 
 
-def _argument(op: Op, name: str) -> Any:
+def argument_of(op: Op, name: str) -> Any:
     """An argument as it is given, or its default; None if the overload has no such argument."""
     for position, one in enumerate(_schema(op.target)):
         if one.name == name:

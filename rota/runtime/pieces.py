@@ -56,13 +56,18 @@ def cut(tensor: torch.Tensor, factors: Factors, outer: Box, inner: Box) -> torch
 def assemble(parts: Sequence[tuple[Box, torch.Tensor]], factors: Factors, whole: Box) -> torch.Tensor:
     """The tensor of a box, out of parts that tile it: laid side by side, and summed where their shares differ."""
     first = parts[0][1]
-    result = torch.zeros(whole.shape, dtype=first.dtype, device=first.device)
-    for box, tensor in parts:
-        common = Box(ranges=box.ranges).intersect(Box(ranges=whole.ranges))
-        if common is None:
-            continue
-        place = result[common.inside(whole)]
-        place += tensor.reshape(box.shape)[common.inside(box)]
+    target = Box(ranges=whole.ranges)
+    inside = [(box, tensor, Box(ranges=box.ranges).intersect(target)) for box, tensor in parts]
+    given = [(box, tensor, common) for box, tensor, common in inside if common is not None]
+    tiled = len({box.share for box, _, _ in given}) == 1 and sum(common.size for _, _, common in given) == target.size
+    make = torch.empty if tiled else torch.zeros
+    result = make(whole.shape, dtype=first.dtype, device=first.device)
+    for box, tensor, common in given:
+        place, part = result[common.inside(whole)], tensor.reshape(box.shape)[common.inside(box)]
+        if tiled:  # nothing lies above anything else
+            place.copy_(part)
+        else:
+            place += part
     return result.reshape(local_shape(factors, whole.shape))
 
 
