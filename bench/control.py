@@ -78,7 +78,7 @@ def _sweep() -> Sweep:
     return Sweep(tasks=tasks)
 
 
-def _plan(task: Task) -> SimulatedTask:
+def _plan(task: Task, devices: int) -> SimulatedTask:
     assert task.steps is not None
     # The same work for each event, whichever task it is of: otherwise the growth would show the order of tasks.
     return SimulatedTask(steps=task.steps, step_s=STEP_S, report_every=20, save_every=50)

@@ -105,6 +105,8 @@ class Task:
     """How the model runs on several devices: "auto", a name such as "tensor", or a strategy (rota.strategies)."""
     devices: int | None = None
     """How many devices it gets; by default what its strategy needs, or its share of all."""
+    deadline_s: float | None = None
+    """By when it should have ended, in seconds from the beginning of the run; the schedule heeds it first of all."""
     compile: bool = False
     """Whether a strategy's segments go through torch.compile; kept for each one that is faster compiled."""
     setup_timeout_s: float = 600.0
@@ -137,9 +139,9 @@ class Task:
         for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate", "devices"):
             if getattr(self, name) is not None or name == "accumulate":
                 _set_count(self, name, where)
-        for name in ("clip_norm", "setup_timeout_s", "step_timeout_s"):
+        for name in ("clip_norm", "deadline_s", "setup_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
-            if (value is not None or name != "clip_norm") and not (_is_number(value) and value > 0):
+            if (value is not None or name not in ("clip_norm", "deadline_s")) and not (_is_number(value) and value > 0):
                 raise InputError(f"{where}: {name} must be a positive number, not {repr(value)[:40]}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise InputError(f"{where}: seed must be a whole number from 0 to 2**32 - 1, not {self.seed!r}")

@@ -81,7 +81,7 @@ class SimulatedRun:
         self.sweep = Sweep(tasks=tuple(tasks))
         self.folder = RunFolder(root)
         self.devices = [f"cpu:{i}" for i in range(devices)]
-        self.backend = backend(lambda task: plans[task.name], **options)
+        self.backend = backend(lambda task, devices: plans[task.name], **options)
         self.record = RunRecord()
 
     def run(self, *, retried: tuple[str, ...] = (), **options: Any) -> RunState:

@@ -11,7 +11,7 @@ import torch
 
 from rota.calibrate.clocks import Clock, low, threads_set, timer_of
 from rota.calibrate.fitting import fit_line, fit_rates
-from rota.calibrate.known import Known, Links, Store, cache_folder
+from rota.calibrate.known import Known, Links, Store
 from rota.calibrate.links import measure_links
 from rota.calibrate.windows import measure_parts, wanted_parts
 from rota.cluster.discover import available_cores
@@ -20,6 +20,7 @@ from rota.plan.costs import Calibration, CallCost, Costs, NodeCost
 from rota.plan.program import Program
 from rota.runtime.fused import fuse
 from rota.runtime.pieces import assemble
+from rota.store.cache import cache_folder
 
 Notice = Callable[[str], None]
 _LINKS_S = 12.0

@@ -127,14 +127,6 @@ def _seconds(value: Any) -> float:
     return number
 
 
-def cache_folder() -> Path:
-    """Where what was measured is kept: $ROTA_CACHE, or rota's folder among the user's caches."""
-    own = os.environ.get("ROTA_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rota"
-
-
 @dataclass(kw_only=True)
 class Store:
     """What is known of one kind of device, and its file."""

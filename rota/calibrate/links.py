@@ -148,17 +148,16 @@ def _measure_collective(kind: Kind, group: Any, count: int, clock: Clock, device
 def _collective(
     kind: Kind, group: Any, count: int, part: int, device: str
 ) -> tuple[Callable[[], comm.Pending], int, int]:
-    """What begins it, and how many elements a member gives and receives."""
+    """What begins it, with the copy into a bucket, and how many elements a member gives and receives."""
     parts = list(torch.randn(count, part, device=device))
     match kind:
         case Kind.ALL_REDUCE:
             whole = torch.cat(parts)
-            return lambda: comm.all_reduce([whole], group), count * part, 2 * (count - 1) * part
+            return lambda: comm.all_reduce(whole.clone(), [whole.shape], group), count * part, 2 * (count - 1) * part
         case Kind.ALL_GATHER:
-            return lambda: comm.all_gather(parts[:1], group, count), part, (count - 1) * part
+            return lambda: comm.all_gather(parts[0].clone(), [(part,)], group, count), part, (count - 1) * part
         case Kind.REDUCE_SCATTER:
-            split = [[one] for one in parts]
-            return lambda: comm.reduce_scatter(split, group, [(part,)]), count * part, (count - 1) * part
+            return lambda: comm.reduce_scatter(torch.stack(parts), [(part,)], group), count * part, (count - 1) * part
         case _:
             return lambda: comm.all_to_all(parts, [(part,)] * count, group), count * part, (count - 1) * part
 
@@ -227,7 +226,7 @@ def _measure_overlap(clock: Clock, device: str) -> float:
     for _ in range(12):
         dist.barrier()
         others_s, began_s = time.process_time() - time.thread_time(), clock()
-        comm.all_reduce([tensor], None).wait()
+        comm.all_reduce(tensor.clone(), [tensor.shape], None).wait()
         taken.append(clock() - began_s)
         used.append(time.process_time() - time.thread_time() - others_s)
     return min(1.0, max(0.0, low(used[2:]) / low(taken[2:])))

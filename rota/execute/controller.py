@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.errors import TaskError
 from rota.execute.backends.base import Backend, WorkerLost
-from rota.execute.events import Event, Launched, Lost, RunEnded, Stopped
-from rota.execute.policy import LongestFirst, Policy, Waiting, waiting
+from rota.execute.events import Event, Launched, Lost, Requeued, RunEnded, RunNoted, Stopped
+from rota.execute.policy import Launch, LongestFirst, Policy, Switch, View, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
@@ -22,6 +22,8 @@ _POLL_S = 0.25
 _REQUESTS_EVERY_S = 0.5
 # What a task gets to save itself. The whole run must be gone 5 s after Ctrl-C.
 _HALT_S = 3.5
+# A switch is worth waiting for.
+_SWITCH_S = 120.0
 
 # How long the others of a gang may take to notice that their task has ended.
 _LEAVE_S = 5.0
@@ -80,6 +82,8 @@ class Controller:
         """attempts in which a process lost another: until when the other's own end is waited for, and the symptom"""
         self._stopping: set[str] = set()
         """tasks that the user stopped"""
+        self._switching: dict[str, str] = {}
+        """tasks that leave their devices to go on in another way, and why"""
         self._unconfirmed: dict[str, Measured] = {}
         self._interrupted = False
         self._asked_s = float("-inf")
@@ -87,6 +91,20 @@ class Controller:
         for task in record.tasks.values():
             if task.state is TaskState.PENDING:
                 self._enqueue(task)
+
+    def follow(self, policy: Policy) -> None:
+        """Let a policy decide from now on."""
+        self._policy = policy
+
+    def leaving(self) -> bool:
+        """Whether the user has asked to stop; for what takes its time before the run."""
+        self._take_requests()
+        return self._interrupted
+
+    def note(self, text: str) -> None:
+        """Journal something about the whole run."""
+        self._note(RunNoted(text=text))
+        self._commit()
 
     def interrupt(self) -> None:
         """Save everything and leave, as soon as possible. Safe to call from a signal handler."""
@@ -100,7 +118,7 @@ class Controller:
                 for seat in set(self._busy.values()) - self._over:
                     self._halt(self.record.tasks[seat.task])
             else:
-                self._launch()
+                self._decide()
             self._commit()
             if not self._busy and not self._suspected and (self._interrupted or not self._waiting):
                 break
@@ -113,27 +131,42 @@ class Controller:
 
     # ---- deciding ----
 
-    def _launch(self) -> None:
-        if not self._free or not self._waiting:
-            return
-        for decision in self._policy.decide(self._waiting, self._free):
-            task = self.record.tasks[decision.task]
-            self._dequeue(task)
-            self._note(Launched(task=task.name, attempt=task.attempt + 1, devices=decision.devices))
+    def _decide(self) -> None:
+        view = View(record=self.record, waiting=self._waiting, free=self._free, now_s=self._backend.now_s())
+        for decision in self._policy.decide(view):
+            if isinstance(decision, Launch):
+                self._launch(decision)
+            elif isinstance(decision, Switch):
+                self._switch(self.record.tasks[decision.task], decision.reason)
+            else:
+                self._note(RunNoted(text=decision.text))
+
+    def _launch(self, decision: Launch) -> None:
+        task = self.record.tasks[decision.task]
+        self._dequeue(task)
+        self._note(
+            Launched(task=task.name, attempt=task.attempt + 1, devices=decision.devices, strategy=decision.strategy)
+        )
+        for device in decision.devices:
+            self._free.remove(device)
+            self._busy[device] = _Seat(task=task.name, attempt=task.attempt)
+        wanted = self._tasks[task.name]
+        try:
+            self._backend.launch(
+                decision.devices,
+                replace(wanted, strategy=decision.strategy) if decision.strategy else wanted,
+                attempt=task.attempt,
+                folder=self._folder.task(task.name),
+            )
+        except TaskError as error:
+            self._note(Failed(task=task.name, attempt=task.attempt, step=task.step, reason=str(error)))
             for device in decision.devices:
-                self._free.remove(device)
-                self._busy[device] = _Seat(task=task.name, attempt=task.attempt)
-            try:
-                self._backend.launch(
-                    decision.devices,
-                    self._tasks[task.name],
-                    attempt=task.attempt,
-                    folder=self._folder.task(task.name),
-                )
-            except TaskError as error:
-                self._note(Failed(task=task.name, attempt=task.attempt, step=task.step, reason=str(error)))
-                for device in decision.devices:
-                    self._release(device)
+                self._release(device)
+
+    def _switch(self, task: TaskRecord, reason: str) -> None:
+        if task.state is TaskState.RUNNING and task.name not in self._stopping and task.name not in self._switching:
+            self._switching[task.name] = reason
+            self._halt(task, patience_s=_SWITCH_S)
 
     def _enqueue(self, task: TaskRecord) -> None:
         one = waiting(task, self._widths.get(task.name, 1))
@@ -192,6 +225,7 @@ class Controller:
         if task.name in self._stopping or self._interrupted:
             self._after_halt(task)
             return
+        self._switching.pop(task.name, None)
         again = sign.retry and task.losses < self._retries
         reason = sign.reason
         if sign.retry and not again:
@@ -201,9 +235,13 @@ class Controller:
             self._enqueue(task)
 
     def _after_halt(self, task: TaskRecord) -> None:
-        """The task has left its devices: for good if the user stopped it, else until the run is resumed."""
+        """The task has left its devices: for good if the user stopped it, else until it, or the run, goes on."""
+        reason = self._switching.pop(task.name, None)
         if task.name in self._stopping:
             self._note(Stopped(task=task.name, attempt=task.attempt, step=task.saved_step))
+        elif reason is not None and not self._interrupted:
+            self._note(Requeued(task=task.name, attempt=task.attempt, reason=reason))
+            self._enqueue(task)
 
     def _release(self, device: str) -> None:
         seat = self._busy.pop(device)
@@ -234,11 +272,12 @@ class Controller:
             self._stopping.add(task.name)
             self._halt(task)
 
-    def _halt(self, task: TaskRecord) -> None:
+    def _halt(self, task: TaskRecord, *, patience_s: float = _HALT_S) -> None:
         leader = task.devices[0]
+        until_s = self._backend.now_s() + patience_s
         if leader not in self._patience:
-            self._patience[leader] = self._backend.now_s() + _HALT_S
             self._backend.halt(leader)
+        self._patience[leader] = min(until_s, self._patience.get(leader, until_s))
 
     def _lose_patience(self) -> None:
         """What does not leave in time is ended; the last checkpoint stands."""

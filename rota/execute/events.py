@@ -43,6 +43,26 @@ class Launched:
     task: str
     attempt: int
     devices: tuple[str, ...]
+    strategy: str = ""
+    """How it runs there; empty for what the task itself says."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Requeued:
+    """A task has saved itself and left its devices, to go on in another way."""
+
+    task: str
+    attempt: int
+    reason: str
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RunNoted:
+    """Something about the whole run that the user should know: what was measured, decided, changed."""
+
+    text: str
 
 
 @register
@@ -79,7 +99,9 @@ class RunEnded:
 Event = (
     RunBegan
     | RunResumed
+    | RunNoted
     | Launched
+    | Requeued
     | Began
     | Measured
     | Saved

@@ -1,4 +1,4 @@
-"""Which waiting task gets which free device. A policy returns decisions; the controller acts on them."""
+"""Which waiting task gets which free devices, and how it runs there. Policies decide; the controller acts on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rota.execute.record import TaskRecord
+from rota.execute.record import RunRecord, TaskRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Waiting:
     batches: float
     """How many batches it has still to train on; infinite if that is not known yet."""
     width: int = 1
-    """How many devices it gets."""
+    """How many devices it gets, unless the policy knows better."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -29,18 +29,51 @@ class Waiting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class View:
+    """What a policy sees."""
+
+    record: RunRecord
+    """All tasks and what is known of them; only to be read."""
+    waiting: Sequence[Waiting]
+    """The longest first."""
+    free: Sequence[str]
+    """Devices that have no task."""
+    now_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Launch:
     """A decision: this task starts on these devices now."""
 
     task: str
     devices: tuple[str, ...]
+    strategy: str = ""
+    """How it runs; empty for what the task itself says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """A decision: this task saves itself and leaves its devices, to go on in another way."""
+
+    task: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """A decision that changes nothing but what the user should know."""
+
+    text: str
+
+
+Decision = Launch | Switch | Tell
 
 
 class Policy(Protocol):
-    """Decides what to launch."""
+    """Decides what to do."""
 
-    def decide(self, waiting: Sequence[Waiting], free: Sequence[str]) -> Sequence[Launch]:
-        """What to launch, given the tasks that wait (longest first) and the devices that are free."""
+    def decide(self, view: View) -> Sequence[Decision]:
+        """What to do now."""
         ...
 
 
@@ -51,11 +84,11 @@ class LongestFirst:
     more devices than are free is waited for, so that narrower ones cannot keep it out for ever.
     """
 
-    def decide(self, waiting: Sequence[Waiting], free: Sequence[str]) -> Sequence[Launch]:
+    def decide(self, view: View) -> Sequence[Decision]:
         """Give the longest tasks the free devices."""
         decisions = []
-        left = list(free)
-        for task in waiting:
+        left = list(view.free)
+        for task in view.waiting:
             if task.width > len(left):
                 break
             decisions.append(Launch(task=task.name, devices=tuple(left[: task.width])))

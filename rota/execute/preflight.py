@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rota.cluster import Cluster
 from rota.errors import InputError, RotaError
-from rota.execute.identity import code_parts
+from rota.fingerprint import code_parts
 from rota.sweep import Sweep
 from rota.task import Task
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.errors import StoreError
-from rota.execute.events import Event, Launched, Lost, RunBegan, RunEnded, RunResumed, Stopped
+from rota.execute.events import Event, Launched, Lost, Requeued, RunBegan, RunEnded, RunNoted, RunResumed, Stopped
 from rota.execute.states import RUN_TRANSITIONS, TASK_TRANSITIONS, RunState, TaskState
 from rota.runtime.messages import Began, Failed, Finished, Halted, Measured, Noticed, Saved
 
@@ -43,6 +43,11 @@ class TaskRecord:
     """Workers lost since the run was begun or resumed."""
     devices: tuple[str, ...] = ()
     """Where it runs now."""
+    strategy: str = ""
+    """How it runs, or ran, if that was decided for it."""
+    began_s: float | None = None
+    """When its present attempt began to train."""
+    began_step: int = 0
     step: int = 0
     saved_step: int = 0
     total_steps: int | None = None
@@ -109,6 +114,8 @@ class RunRecord:
             self._resume(event, before_s)
         elif isinstance(event, RunEnded):
             self._end(event, time_s)
+        elif isinstance(event, RunNoted):
+            self.notices.append((time_s, "", event.text))
         else:
             self._apply_to(self._find(event.task), event, time_s)
 
@@ -153,9 +160,12 @@ class RunRecord:
         if isinstance(event, Launched):
             _move(task, TaskState.RUNNING)
             task.attempt, task.devices = event.attempt, tuple(event.devices)
+            task.strategy, task.began_s = event.strategy, None
+            task.step_s = None  # of another way to run
             task.spans += [Span(device=one, attempt=event.attempt, begin_s=time_s) for one in event.devices]
         elif isinstance(event, Began):
-            task.step = task.saved_step = event.from_step
+            task.step = task.saved_step = task.began_step = event.from_step
+            task.began_s = time_s
             task.total_steps, task.parameters = event.total_steps, event.parameters
         elif isinstance(event, Measured):
             task.step = max(step for step, _ in event.rows) if event.rows else task.step
@@ -169,6 +179,11 @@ class RunRecord:
         elif isinstance(event, Halted):
             _close(task, time_s=time_s, end="")  # what follows tells why
             task.step = task.saved_step = event.step
+        elif isinstance(event, Requeued):
+            self.notices.append((time_s, task.name, event.reason))
+            _close(task, time_s=time_s, end="switched")
+            _move(task, TaskState.PENDING)
+            task.devices = ()
         elif isinstance(event, Finished):
             task.step, task.metrics = event.step, task.metrics | event.metrics
             _leave(task, TaskState.FINISHED, time_s)

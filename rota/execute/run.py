@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import signal
 import sys
 import threading
@@ -21,14 +22,18 @@ from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
+from rota.execute.forecast import forecast
 from rota.execute.identity import describe, digest
 from rota.execute.record import RunRecord
+from rota.execute.scheduled import Scheduled
+from rota.execute.solvers import ChildSolver
 from rota.execute.states import RunState, TaskState
 from rota.report.html import write_report
-from rota.report.live import progress_observer
+from rota.report.live import profile_progress, progress_observer
 from rota.result import Result
+from rota.schedule.problem import OBJECTIVES, Objective
 from rota.store.journal import Journal, read_summary
-from rota.store.run_folder import RunFolder, new_run_path
+from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.sweep import Sweep
 
 
@@ -59,10 +64,16 @@ class RunOptions:
     """Whether a run may be resumed although its sweep has changed."""
     strategy: str | None = None
     """How all tasks run on their devices, instead of what they say."""
+    objective: Objective = "makespan"
+    """What the schedule is for: the end of the last task, the mean of the ends of all, or device hours."""
+    profile: bool = True
+    """Whether tasks are measured and scheduled before they run; otherwise the longest go first."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
             raise InputError(f"retries must be a whole number of at least 0, not {self.retries!r}")
+        if self.objective not in OBJECTIVES:
+            raise InputError(f"the objective {self.objective!r} is unknown; it can be {', '.join(OBJECTIVES)}")
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise InputError(f"cluster must be a rota.Cluster such as rota.local(), not {type(self.cluster).__name__}")
 
@@ -77,6 +88,8 @@ def run(
     retry_failed: bool = False,
     allow_changes: bool = False,
     strategy: str | None = None,
+    objective: Objective = "makespan",
+    profile: bool = True,
 ) -> Result:
     """Train every task of a sweep and return the result.
 
@@ -93,6 +106,8 @@ def run(
         retry_failed=retry_failed,
         allow_changes=allow_changes,
         strategy=strategy,
+        objective=objective,
+        profile=profile,
     )
     result = run_source(lambda: Source(sweep=sweep), options)
     if result.state is RunState.INTERRUPTED:
@@ -214,10 +229,70 @@ def _carry_out(
                 retries=options.retries,
                 observer=observer,
             )
-            with _interruptible(controller):
+            with (
+                _interruptible(controller),
+                _scheduled(controller, sweep, record, cluster, backend, folder, options, widths),
+            ):
                 controller.run()
     finally:
         journal.close()
+
+
+@contextlib.contextmanager
+def _scheduled(
+    controller: Controller,
+    sweep: Sweep,
+    record: RunRecord,
+    cluster: Cluster,
+    backend: LocalBackend,
+    folder: RunFolder,
+    options: RunOptions,
+    widths: dict[str, int],
+) -> Iterator[None]:
+    """Have the controller follow a schedule, where there is something to decide."""
+    pending = [task for task in sweep if record.tasks[task.name].state is TaskState.PENDING]
+    if not options.profile or (len(cluster.devices) == 1 and options.objective == "makespan"):
+        yield
+        return
+    begin_s = backend.now_s()
+    deadlines = {task.name: record.begin_s + task.deadline_s for task in pending if task.deadline_s is not None}
+    with profile_progress() if options.progress else contextlib.nullcontext(lambda *told: None) as progress:
+        found = forecast(
+            replace(sweep, tasks=tuple(pending)),
+            cluster=cluster,
+            backend=backend,
+            folder=folder.path / PROFILE_FOLDER,
+            widths=widths,
+            done={task.name: record.tasks[task.name].saved_step for task in pending},
+            objective=options.objective,
+            deadlines={name: at_s - begin_s for name, at_s in deadlines.items()},
+            progress=progress,
+            interrupted=controller.leaving,
+        )
+    shutil.rmtree(folder.path / PROFILE_FOLDER, ignore_errors=True)
+    for name, text in found.profile.notices:
+        controller.note(f"{name}: {text}")
+    if found.solved is None:
+        yield
+        return
+    controller.note(found.sentence())
+    solver = ChildSolver()
+    now_s = backend.now_s()
+    policy = Scheduled(
+        estimates=found.profile.estimates,
+        classes=found.profile.classes,
+        nodes=found.nodes,
+        solver=solver,
+        objective=options.objective,
+        deadlines=deadlines,
+        own={task.name for task in pending if task.strategy != "auto"},
+        intents=[replace(one, start_s=one.start_s + now_s) for one in found.intents],
+    )
+    controller.follow(policy)
+    try:
+        yield
+    finally:
+        solver.close()
 
 
 @contextlib.contextmanager

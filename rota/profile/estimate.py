@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from rota.codec import register
 from rota.schedule.problem import Option
 
 
-@register
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """A way to run a task on so many devices of a kind, and what a step takes."""
@@ -30,6 +31,21 @@ class Estimate:
     """Whether it may run over several nodes."""
     technique: str = ""
     """Who executes it; empty for rota's own strategies."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Any) -> Estimate:
+        """From plain values; ValueError, KeyError or TypeError if they are not what `to_json` makes."""
+        number = {name: float(plain[name]) for name in ("step_s", "spread", "start_s")}
+        whole = {name: int(plain[name]) for name in ("devices", "memory_bytes")}
+        words = {name: str(plain[name]) for name in ("label", "kind", "technique")}
+        truth = {name: bool(plain[name]) for name in ("measured", "spans")}
+        if not all(math.isfinite(one) and one >= 0 for one in number.values()) or whole["devices"] < 1:
+            raise ValueError("an estimate is out of range")
+        return cls(**number, **whole, **words, **truth)  # type: ignore[arg-type]
 
 
 def option_of(task: str, estimate: Estimate, *, steps: float, more_s: float = 0.0) -> Option:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from rota.execute.controller import Observer
-from rota.execute.events import Event, Launched, Lost, Stopped
+from rota.execute.events import Event, Launched, Lost, Requeued, RunNoted, Stopped
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import TaskState
 from rota.report.format import duration, metric, steps
@@ -47,9 +49,33 @@ def progress_observer(console: Console | None = None) -> Iterator[Observer]:
         yield PlainProgress(console)
         return
     live = LiveProgress(console)
-    with live.display:
+    try:
         yield live
         live.draw()
+    finally:
+        live.display.stop()
+
+
+@contextlib.contextmanager
+def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows what is being found out before a run: (what, how many are done, of how many)."""
+    console = console or Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+
+        def say(what: str, done: int, total: int) -> None:
+            if done < total:
+                console.print(f"before the run: {what}", highlight=False, markup=False)
+
+        yield say
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        bar = shown.add_task("looking at the tasks", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            shown.update(bar, description=escape(what), completed=done, total=max(total, 1))
+
+        yield show
 
 
 class LiveProgress:
@@ -73,6 +99,7 @@ class LiveProgress:
         """Draw the table now."""
         self._drawn_s = time.monotonic()
         if self._record is not None:
+            self.display.start()  # not before there is something to show: another display may be open
             rows = max(4, self._console.size.height - 6)
             self.display.update(progress_table(self._record, now_s=time.time(), max_rows=rows), refresh=True)
 
@@ -178,12 +205,17 @@ def _remark(record: RunRecord, event: Event) -> str:
         return f"{event.task}: {event.reason}; {end}"
     if isinstance(event, Stopped):
         return f"{event.task}: stopped at step {event.step}"
+    if isinstance(event, Requeued):
+        return f"{event.task}: {event.reason}"
+    if isinstance(event, RunNoted):
+        return event.text
     return ""
 
 
 def _plain_line(record: RunRecord, event: Event) -> str:
     if isinstance(event, Launched):
-        return f"{event.task}: started on {', '.join(event.devices)}"
+        how = f" as {event.strategy}" if event.strategy and len(event.devices) > 1 else ""
+        return f"{event.task}: started on {', '.join(event.devices)}{how}"
     if isinstance(event, Began) and event.from_step:
         return f"{event.task}: going on from step {event.from_step}"
     if isinstance(event, Finished):

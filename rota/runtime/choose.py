@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rota.calibrate.calibrate import calibrate
-from rota.calibrate.known import Links, Store, cache_folder
+from rota.calibrate.known import Links, Store
 from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
 from rota.graph.capture import capture
@@ -21,6 +21,7 @@ from rota.runtime.wrapped import Wrapped, Wrapper
 from rota.search.search import search
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
 from rota.state.rng import keeping_random_state
+from rota.store.cache import cache_folder
 from rota.strategies.base import find
 from rota.strategies.single import single
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rota.codec import register
 
@@ -22,6 +23,38 @@ class Train:
     """The controller's `sys.path`, for the modules that the task's code imports."""
     rank: int = 0
     """This worker's place among those that train the task together; the first leads."""
+    size: int = 1
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Make a task, time a few of its steps on this device, and predict what it takes on more; nothing is kept of it."""
+
+    task: str
+    attempt: int
+    """Counts what is asked, so that late answers are known as such."""
+    folder: str
+    """For what the task prints."""
+    import_path: tuple[str, ...]
+    counts: tuple[int, ...]
+    """The numbers of devices that it may get."""
+    known: str
+    """The file of what was measured before."""
+    alike: int = 1
+    """How many tasks of the sweep cost the same: the more there are, the longer one may look."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """Time a few steps of a task on several devices."""
+
+    task: str
+    attempt: int
+    folder: str
+    import_path: tuple[str, ...]
+    rank: int = 0
     size: int = 1
 
 
@@ -175,5 +208,36 @@ class Failed:
     """The frames of the user's own code, where it raised."""
 
 
-Command = Train | Halt | Stored | Shutdown
-Report = Ready | Beat | Began | Measured | Saved | Noticed | Finished | Halted | Left | Failed
+@register
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What a look at a task has shown."""
+
+    task: str
+    attempt: int
+    signature: str
+    """Tasks with the same one cost the same."""
+    total_steps: int
+    estimates: tuple[dict[str, Any], ...]
+    """Of the ways in which it can run."""
+    known: bool
+    """They had been measured before."""
+    notices: tuple[str, ...] = ()
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What some steps on several devices took."""
+
+    task: str
+    attempt: int
+    step_s: float
+    spread: float
+    """The distance between the quartiles, as a part of the median."""
+    start_s: float
+    """Until the first step was done."""
+
+
+Command = Train | Look | Try | Halt | Stored | Shutdown
+Report = Ready | Beat | Began | Measured | Saved | Noticed | Finished | Halted | Left | Failed | Looked | Tried

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,23 @@ import psutil
 
 from rota.errors import DivergedError, MessageError, PeerError, TaskError
 from rota.runtime import channel
-from rota.runtime.messages import Beat, Failed, Finished, Halt, Halted, Left, Ready, Report, Shutdown, Stored, Train
+from rota.runtime.messages import (
+    Beat,
+    Failed,
+    Finished,
+    Halt,
+    Halted,
+    Left,
+    Look,
+    Looked,
+    Ready,
+    Report,
+    Shutdown,
+    Stored,
+    Train,
+    Tried,
+    Try,
+)
 from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
 
 if TYPE_CHECKING:
@@ -62,11 +78,11 @@ class Worker:
         self._settings = settings
         self._socket = socket.socket(fileno=settings.socket)
         self._send_lock = threading.Lock()
-        self._commands: queue.SimpleQueue[tuple[Train | Shutdown, bytes]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Train | Look | Try | Shutdown, bytes]] = queue.SimpleQueue()
         self._process = psutil.Process()
         self._halt = threading.Event()
         self._confirmed = 0
-        self._current: Train | None = None
+        self._current: Train | Look | Try | None = None
         # (what, since, limit, retry, step): replaced as a whole, so that the beating thread never sees a half.
         self._watched: tuple[str, float, float | None, bool, int] = ("", 0.0, None, False, 0)
 
@@ -85,7 +101,10 @@ class Worker:
             command, payload = self._commands.get()
             if isinstance(command, Shutdown):
                 return
-            self._train(command, payload, device)
+            if isinstance(command, Train):
+                self._train(command, payload, device)
+            else:
+                self._probe(command, payload, device)
 
     def _start_torch(self) -> torch.device:
         import torch
@@ -143,7 +162,7 @@ class Worker:
             current = self._current
             if current is not None and (current.task, current.attempt) == (message.task, message.attempt):
                 self._confirmed = message.number
-        elif isinstance(message, Train):
+        elif isinstance(message, Train | Look | Try):
             # Set here and not when training starts, so that a halt right behind it is not lost.
             self._halt.clear()
             self._confirmed = 0
@@ -214,6 +233,91 @@ class Worker:
         if gang is not None:  # only now may the others notice: what went wrong here is told before
             gang.part()
 
+    def _probe(self, command: Look | Try, payload: bytes, device: torch.device) -> None:
+        """Find out what a task costs; nothing is kept of it."""
+        from rota.runtime.process_state import preserved
+
+        folder = Path(command.folder)
+        outcome: Looked | Tried | Left | Failed
+        gang: Gang | None = None
+        try:
+            with preserved(), _memory_limit(self._settings):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _redirect_output(folder / OUTPUT_FILE)
+                sys.path[:] = command.import_path
+                task = _unpickle(payload, command.task)
+                if isinstance(command, Look):
+                    outcome = self._look(command, task, device)
+                else:
+                    gang = _gang_of(command, task, self._settings.kind)
+                    outcome = self._try(command, task, device, gang)
+        except TaskError as error:
+            outcome = _failed(command, error, None)
+        except PeerError as error:
+            outcome = Left(task=command.task, attempt=command.attempt, peer_gone=True, reason=str(error))
+        except Exception as error:
+            outcome = _unexpected(command, error)
+        self.watch("", limit_s=None, retry=False, step=0)
+        self._current = None
+        gc.collect()
+        self.report(outcome)
+        if gang is not None:
+            gang.part()
+
+    def _look(self, command: Look, task: Any, device: torch.device) -> Looked:
+        from rota.profile.store import EstimateStore
+        from rota.runtime.probe import look
+
+        sight = look(
+            task,
+            device=device,
+            counts=command.counts,
+            memory_bytes=self._settings.memory_bytes,
+            known=EstimateStore(path=Path(command.known)).read,
+            alike=command.alike,
+            watch=self._watching(task),
+        )
+        return Looked(
+            task=command.task,
+            attempt=command.attempt,
+            signature=sight.signature,
+            total_steps=sight.total_steps,
+            estimates=tuple(one.to_json() for one in sight.estimates),
+            known=sight.known,
+            notices=sight.notices,
+        )
+
+    def _try(self, command: Try, task: Any, device: torch.device, gang: Gang | None) -> Tried | Left:
+        from rota.runtime.probe import try_out
+
+        steps = try_out(
+            task,
+            device=device,
+            gang=gang,
+            memory_bytes=self._settings.memory_bytes,
+            watch=self._watching(task),
+        )
+        if command.rank > 0:
+            return Left(task=command.task, attempt=command.attempt)
+        return Tried(
+            task=command.task,
+            attempt=command.attempt,
+            step_s=steps.step_s,
+            spread=steps.spread,
+            start_s=steps.start_s,
+        )
+
+    def _watching(self, task: Any) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+        """As in training: what the user's code does may take as long as the task says."""
+
+        def watch(what: str) -> contextlib.AbstractContextManager[None]:
+            own = what.startswith("step")
+            limit_s = task.step_timeout_s if own else task.setup_timeout_s
+            self.watch(what, limit_s=limit_s if what else None, retry=False, step=0)
+            return contextlib.nullcontext()
+
+        return watch
+
 
 class _Follower:
     """What the loop of a follower may do: it listens to its leader, not to the controller, and reports nothing."""
@@ -237,7 +341,7 @@ class _Follower:
         return 0
 
 
-def _gang_of(command: Train, task: Any, kind: str) -> Gang | None:
+def _gang_of(command: Train | Try, task: Any, kind: str) -> Gang | None:
     """The gang of a task, or None where plain PyTorch on one device does."""
     if command.size == 1 and task.strategy in ("auto", "single"):
         return None
@@ -247,7 +351,7 @@ def _gang_of(command: Train, task: Any, kind: str) -> Gang | None:
     return Gang(rank=command.rank, size=command.size, store=store, kind=kind)
 
 
-def _failed(command: Train, error: TaskError, loop: Loop | None) -> Failed:
+def _failed(command: Train | Look | Try, error: TaskError, loop: Loop | None) -> Failed:
     step = error.step if isinstance(error, DivergedError) else (loop.step if loop else 0)
     return Failed(
         task=command.task,
@@ -259,7 +363,7 @@ def _failed(command: Train, error: TaskError, loop: Loop | None) -> Failed:
     )
 
 
-def _unexpected(command: Train, error: Exception) -> Failed:
+def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
     """A failure outside of the user's code: memory that ran out between their calls, or a defect of rota."""
     from rota.runtime.user_code import is_out_of_memory
 

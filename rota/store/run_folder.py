@@ -26,6 +26,7 @@ from rota.errors import InputError, RunInUseError
 from rota.store.database import FILE as JOURNAL_FILE
 
 MODEL_FILE = "model.safetensors"
+PROFILE_FOLDER = ".profile"
 CHECKPOINT_FOLDER = "checkpoints"
 OUTPUT_FILE = "output.log"
 LOCK_FILE = "lock"

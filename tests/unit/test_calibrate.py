@@ -16,12 +16,13 @@ from rota.calibrate import calibrate as calibration
 from rota.calibrate import windows
 from rota.calibrate.calibrate import calibrate
 from rota.calibrate.fitting import fit_line, fit_rates
-from rota.calibrate.known import Known, Links, Part, Store, cache_folder
+from rota.calibrate.known import Known, Links, Part, Store
 from rota.calibrate.links import measure_links
 from rota.graph.capture import capture
 from rota.plan.costs import Calibration, CallCost, Costs, LinkCost, Rate, signature
 from rota.plan.layout import Kind
 from rota.runtime.in_process import InProcess
+from rota.store.cache import cache_folder
 from rota.strategies.base import find
 from rota.testing.models import GPT
 

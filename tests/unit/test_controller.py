@@ -255,7 +255,7 @@ def test_an_interrupt_before_anything_runs_runs_nothing(tmp_path, simulate):
     run = simulate(tmp_path, {"a": plan()}, devices=1)
 
     class Interrupting:
-        def decide(self, waiting, free):
+        def decide(self, view):
             run.controller.interrupt()
             return []
 

@@ -6,8 +6,12 @@ import math
 
 import pytest
 
-from rota.execute.policy import Launch, LongestFirst, Waiting, waiting
-from rota.execute.record import TaskRecord
+from rota.execute.policy import Launch, LongestFirst, View, Waiting, waiting
+from rota.execute.record import RunRecord, TaskRecord
+
+
+def decide(queue, free):
+    return LongestFirst().decide(View(record=RunRecord(), waiting=queue, free=free, now_s=0.0))
 
 
 def task_of(**changes):
@@ -16,7 +20,7 @@ def task_of(**changes):
 
 def test_the_longest_tasks_get_the_free_devices():
     queue = [Waiting(name=name, index=i, batches=9.0 - i) for i, name in enumerate("abc")]
-    assert LongestFirst().decide(queue, ["cpu:1", "cpu:3"]) == [
+    assert decide(queue, ["cpu:1", "cpu:3"]) == [
         Launch(task="a", devices=("cpu:1",)),
         Launch(task="b", devices=("cpu:3",)),
     ]
@@ -24,9 +28,9 @@ def test_the_longest_tasks_get_the_free_devices():
 
 def test_each_device_gets_one_task_and_some_may_get_none():
     queue = [Waiting(name="a", index=0, batches=1.0)]
-    assert LongestFirst().decide(queue, ["cpu:0", "cpu:1"]) == [Launch(task="a", devices=("cpu:0",))]
-    assert LongestFirst().decide([], ["cpu:0"]) == []
-    assert LongestFirst().decide(queue, []) == []
+    assert decide(queue, ["cpu:0", "cpu:1"]) == [Launch(task="a", devices=("cpu:0",))]
+    assert decide([], ["cpu:0"]) == []
+    assert decide(queue, []) == []
 
 
 def test_waiting_tasks_sort_longest_first_and_then_as_listed():

@@ -24,7 +24,7 @@ from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
 from rota.execute.backends.pickling import pickle_task
 from rota.runtime import channel
-from rota.runtime.messages import Beat, Halt, Measured, Ready, Shutdown, Stored, Train
+from rota.runtime.messages import Beat, Halt, Look, Measured, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.task import Task
 
@@ -58,15 +58,33 @@ class LocalBackend:
 
     def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
         """Send the task to the workers of its devices, starting those that are not there."""
-        try:
-            payload = pickle_task(task)
-        except Exception as error:  # whatever the user's objects raise
-            raise TaskError(
-                f"task {task.name!r} cannot be sent to its worker ({type(error).__name__}: {error}); create locks, "
-                "files and connections inside the factories"
-            ) from error
-        # A worker may have been started before the sweep's folder was known.
-        path = tuple(entry or os.getcwd() for entry in sys.path)
+        self._send(devices, task, Train, attempt=attempt, folder=folder)
+
+    def try_out(self, devices: Sequence[str], task: Task, *, number: int, folder: Path) -> None:
+        """Have the workers of some devices time a few steps of a task."""
+        self._send(devices, task, Try, attempt=number, folder=folder)
+
+    def look(
+        self, device: str, task: Task, *, number: int, folder: Path, counts: Sequence[int], known: Path, alike: int
+    ) -> None:
+        """Have the worker of a device find out what a task costs."""
+        payload = _pickled(task)
+        worker = self._worker(device)
+        worker.task = task.name
+        command = Look(
+            task=task.name,
+            attempt=number,
+            folder=str(folder.absolute()),
+            import_path=_import_path(),
+            counts=tuple(counts),
+            known=str(known),
+            alike=alike,
+        )
+        worker.send(command, payload)
+
+    def _send(self, devices: Sequence[str], task: Task, kind: type[Train | Try], *, attempt: int, folder: Path) -> None:
+        payload = _pickled(task)
+        path = _import_path()
         folder = folder.absolute()
         if len(devices) > 1:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,7 +92,7 @@ class LocalBackend:
         for rank, device in enumerate(devices):
             worker = self._worker(device)
             worker.task = task.name
-            command = Train(
+            command = kind(
                 task=task.name,
                 attempt=attempt,
                 folder=str(folder),
@@ -159,7 +177,7 @@ class LocalBackend:
             worker.beat = message
         elif isinstance(message, Ready):
             worker.ready = True
-        if type(message).__name__ in ("Finished", "Halted", "Left", "Failed"):
+        if type(message).__name__ in ("Finished", "Halted", "Left", "Failed", "Looked", "Tried"):
             worker.task = None
         self._signs.append((worker.device.name, message))
 
@@ -184,6 +202,21 @@ class LocalBackend:
         self.kill(worker.device.name)
         if busy:
             self._signs.append((worker.device.name, WorkerLost(reason=reason, retry=retry)))
+
+
+def _pickled(task: Task) -> bytes:
+    try:
+        return pickle_task(task)
+    except Exception as error:  # whatever the user's objects raise
+        raise TaskError(
+            f"task {task.name!r} cannot be sent to its worker ({type(error).__name__}: {error}); create locks, "
+            "files and connections inside the factories"
+        ) from error
+
+
+def _import_path() -> tuple[str, ...]:
+    """A worker may have been started before the sweep's folder was known."""
+    return tuple(entry or os.getcwd() for entry in sys.path)
 
 
 class _WorkerProcess:

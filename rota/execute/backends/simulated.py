@@ -56,7 +56,7 @@ class SimulatedBackend:
     """Devices that take the time they are said to take."""
 
     def __init__(
-        self, plan_of: Callable[[Task], SimulatedTask], *, faults: Sequence[Fault] = (), start_s: float = 1.0
+        self, plan_of: Callable[[Task, int], SimulatedTask], *, faults: Sequence[Fault] = (), start_s: float = 1.0
     ) -> None:
         self._plan_of = plan_of
         self._start_s = start_s
@@ -81,7 +81,7 @@ class SimulatedBackend:
         run = _Running(
             task=task.name,
             attempt=attempt,
-            plan=self._plan_of(task),
+            plan=self._plan_of(task, len(devices)),
             from_step=self._saved.get(task.name, 0),
             begin_s=self._now_s + self._start_s,
             devices=tuple(devices),

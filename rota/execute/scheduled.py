@@ -1,0 +1,239 @@
+"""The policy that follows a schedule, corrects it by what is seen, and changes it where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from rota.execute.policy import Decision, Launch, Switch, Tell, View
+from rota.execute.record import TaskRecord
+from rota.execute.states import TaskState
+from rota.profile.estimate import Estimate
+from rota.report.format import duration
+from rota.schedule.problem import Node, Objective, Problem, Schedule, value_of
+from rota.schedule.replan import Intent, Left, Verdict, continued, corrected, intents_of, judge, problem_of
+from rota.schedule.solve import Solved
+
+_MOVED = 0.1
+"""By so much of itself an estimate must have been wrong to think again."""
+_SEEN_STEPS = 3
+"""Steps before a live time counts."""
+_SHARE, _MOST_S = 0.01, 10.0
+"""Of what is left: so long may a solver think, in the background."""
+_EVERY_S = 2.0
+"""Not oftener."""
+SWITCH_S = 3.0
+"""What leaving devices takes, until it was seen."""
+
+
+class Solver(Protocol):
+    """Finds schedules while others work."""
+
+    def ask(self, problem: Problem, *, hints: Sequence[Schedule], seconds: float) -> None:
+        """Begin; whatever was asked before is forgotten."""
+        ...
+
+    def answer(self) -> Solved | None:
+        """The schedule, once it is there."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class Scheduled:
+    """Launches tasks as planned; tasks of which nothing is known go first, on as many devices as they want."""
+
+    def __init__(
+        self,
+        *,
+        estimates: Mapping[str, tuple[Estimate, ...]],
+        classes: Mapping[str, str],
+        nodes: Sequence[Node],
+        solver: Solver,
+        objective: Objective = "makespan",
+        deadlines: Mapping[str, float] | None = None,
+        own: Collection[str] = (),
+        intents: Sequence[Intent] = (),
+        replan: bool = True,
+    ) -> None:
+        """`own` are tasks whose strategy is the user's own choice. Deadlines are times of the backend's clock."""
+        self._estimates = dict(estimates)
+        self._classes = classes
+        self._nodes = nodes
+        self._solver = solver
+        self._objective: Objective = objective
+        self._deadlines = dict(deadlines or {})
+        self._own = frozenset(own)
+        self._intents: dict[str, Intent] = {one.task: one for one in intents}
+        self._replan = replan
+        self._asked: Problem | None = None
+        self._asked_s = float("-inf")
+        self._used: dict[tuple[str, str, int], float] = {}
+        """(class, label, devices) -> the step that the present plan assumes"""
+        self._ended = -1
+        self._due = not intents
+        self._left_s: dict[str, float] = {}
+        """task -> when it was told to leave its devices"""
+        self._switch_s = SWITCH_S
+        self.switches = 0
+        self.plans = 0
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        """Look at what has changed, think again if it matters, and launch what is due."""
+        decisions: list[Decision] = []
+        if self._replan or self._due:
+            self._observe(view)
+            decisions += self._hear(view)
+            self._ask(view)
+        decisions += self._launches(view)
+        return decisions
+
+    # ---- seeing ----
+
+    def _observe(self, view: View) -> None:
+        ended = 0
+        for task in view.record.tasks.values():
+            if task.state is TaskState.RUNNING:
+                self._see(task)
+            elif task.state.ended:
+                ended += 1
+                self._left_s.pop(task.name, None)
+        if ended != self._ended:
+            self._due = self._due or self._ended >= 0
+            self._ended = ended
+
+    def _see(self, task: TaskRecord) -> None:
+        told_s = self._left_s.get(task.name)
+        if told_s is not None and task.began_s is not None and task.began_s >= told_s:
+            del self._left_s[task.name]
+            self._switch_s = (self._switch_s + task.began_s - told_s) / 2
+        if task.step_s is None or task.step - task.began_step < _SEEN_STEPS:
+            return
+        label, count = self._way(task), len(task.devices)
+        kind = self._classes.get(task.name, task.name)
+        known = self._estimates.get(task.name, ())
+        way = next((one for one in known if one.label == label and one.devices == count), None)
+        if way is None:
+            live = Estimate(
+                label=label,
+                kind=self._nodes[0].kind,
+                devices=count,
+                step_s=task.step_s,
+                spread=0.05,
+                memory_bytes=0,
+                measured=True,
+            )
+            self._estimates[task.name] = (*known, live)
+            self._due = True
+            return
+        believed_s = self._used.setdefault((kind, label, count), way.step_s)
+        if abs(task.step_s / believed_s - 1) <= _MOVED:
+            return
+        self._used[(kind, label, count)] = task.step_s
+        self._due = True
+        for name, estimates in self._estimates.items():
+            if self._classes.get(name, name) == kind:
+                self._estimates[name] = corrected(estimates, label=label, devices=count, live_s=task.step_s)
+
+    def _way(self, task: TaskRecord) -> str:
+        """How a task runs, by the name that its estimates have for it."""
+        if task.strategy:
+            return task.strategy
+        count = len(task.devices)
+        known = [one.label for one in self._estimates.get(task.name, ()) if one.devices == count]
+        return known[0] if known else "its own"
+
+    # ---- thinking ----
+
+    def _ask(self, view: View) -> None:
+        if not self._due or self._asked is not None or self._left_s or view.now_s - self._asked_s < _EVERY_S:
+            return
+        self._due, self._asked_s = False, view.now_s
+        left = list(self._remaining(view))
+        if not left:
+            return
+        problem = problem_of(
+            left,
+            self._nodes,
+            objective=self._objective,
+            deadlines={task: at_s - view.now_s for task, at_s in self._deadlines.items()},
+        )
+        present = continued(problem, list(self._intents.values()))
+        seconds = _MOST_S
+        if present is not None:
+            seconds = min(_MOST_S, _SHARE * value_of(problem, present).makespan_s)
+        self._asked = problem
+        self._solver.ask(problem, hints=() if present is None else (present,), seconds=seconds)
+
+    def _remaining(self, view: View) -> Iterator[Left]:
+        for task in view.record.tasks.values():
+            estimates = self._estimates.get(task.name, ())
+            if task.state.ended or not estimates or task.total_steps is None:
+                continue
+            running = task.state is TaskState.RUNNING
+            yield Left(
+                task=task.name,
+                steps=float(task.total_steps - (task.step if running else task.saved_step)),
+                estimates=estimates,
+                label=self._way(task) if running else "",
+                devices=task.devices if running else (),
+                switch_s=self._switch_s,
+            )
+
+    def _hear(self, view: View) -> Iterator[Decision]:
+        if self._asked is None:
+            return
+        solved = self._solver.answer()
+        if solved is None:
+            return
+        problem, self._asked = self._asked, None
+        running = {task.name for task in view.record.tasks.values() if task.state is TaskState.RUNNING}
+        held = {option.tasks[0] for option in problem.options if option.held}
+        if not held <= running or any(task not in held for task in running & set(problem.tasks)):
+            self._due = True  # something ended or began meanwhile: the answer is to another question
+            return
+        present = continued(problem, list(self._intents.values()))
+        switch_s = dict.fromkeys(problem.tasks, self._switch_s)
+        verdict = judge(problem, present, solved.schedule, switch_s=switch_s)
+        if verdict.adopt:
+            yield from self._adopt(problem, solved, verdict, view)
+
+    def _adopt(self, problem: Problem, solved: Solved, verdict: Verdict, view: View) -> Iterator[Decision]:
+        self.plans += 1
+        intents = intents_of(problem, solved.schedule, now_s=view.now_s)
+        self._intents = {one.task: one for one in intents}
+        if verdict.switched:
+            gain = f"{verdict.gain:.4g}" if self._objective == "cost" else duration(verdict.gain)
+            yield Tell(text=f"a new schedule saves {gain}; {', '.join(verdict.switched)} changes its devices")
+        for name in verdict.switched:
+            task, intent = view.record.tasks[name], self._intents[name]
+            self.switches += 1
+            self._left_s[name] = view.now_s
+            old = f"{self._way(task)} on {', '.join(task.devices)}"
+            yield Switch(task=name, reason=f"goes on as {intent.label} on {', '.join(intent.devices)} instead of {old}")
+
+    # ---- launching ----
+
+    def _launches(self, view: View) -> Iterator[Decision]:
+        free = list(view.free)
+        if not free or not view.waiting:
+            return
+        unplanned = [one for one in view.waiting if one.name not in self._intents]
+        thinking = self._replan and (self._asked is not None or self._due)
+        for one in unplanned:
+            if one.name in self._estimates and thinking:
+                continue  # its place will be known in a moment
+            if one.width <= len(free):
+                yield Launch(task=one.name, devices=tuple(free[: one.width]))
+                del free[: one.width]
+        waiting = {one.name for one in view.waiting}
+        wanted = sorted((one for one in self._intents.values() if one.task in waiting), key=lambda one: one.start_s)
+        taken: set[str] = set()
+        for intent in wanted:
+            if taken.isdisjoint(intent.devices) and all(device in free for device in intent.devices):
+                strategy = "" if intent.task in self._own else intent.label
+                yield Launch(task=intent.task, devices=intent.devices, strategy=strategy)
+                free = [device for device in free if device not in intent.devices]
+            taken |= set(intent.devices)

@@ -1,0 +1,301 @@
+"""Finds out what each task costs in each way that it can run, on the devices that it will run on, in little time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rota.cluster.device import Device
+from rota.execute.backends.base import Sign, WorkerLost
+from rota.profile.estimate import Estimate
+from rota.profile.likeness import code_key
+from rota.profile.store import EstimateStore
+from rota.profile.worth import Alike, Trial, next_trial
+from rota.runtime.messages import Failed, Left, Looked, Tried
+from rota.schedule.problem import Node, Objective
+from rota.task import Task
+
+_POLL_S = 0.25
+_SHARE = 0.06
+"""Of what the tasks take in all: so much may be spent on trials."""
+_LEAST_S = 5.0
+_TRIAL_S = 2.0
+"""What a trial takes, beside its start."""
+
+
+class Prober(Protocol):
+    """What a profile needs of the place where tasks run."""
+
+    def look(
+        self, device: str, task: Task, *, number: int, folder: Path, counts: Sequence[int], known: Path, alike: int
+    ) -> None:
+        """Have a worker look at a task; it reports Looked or Failed."""
+        ...
+
+    def try_out(self, devices: Sequence[str], task: Task, *, number: int, folder: Path) -> None:
+        """Have workers time a task together; the first reports Tried or Failed."""
+        ...
+
+    def kill(self, device: str) -> None:
+        """End the device's worker at once."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Sign]:
+        """What was heard."""
+        ...
+
+    def now_s(self) -> float:
+        """The time."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What is known of the tasks before they run."""
+
+    estimates: Mapping[str, tuple[Estimate, ...]]
+    """task -> the ways in which it can run; a task of which nothing could be found out is not there"""
+    steps: Mapping[str, int]
+    classes: Mapping[str, str]
+    """task -> the first one that costs the same"""
+    failures: Mapping[str, str]
+    """task -> why nothing is known of it"""
+    notices: tuple[tuple[str, str], ...]
+    """(task, text)"""
+    spent_s: float
+    looked: int
+    """How many classes of tasks were looked at, and not known from earlier runs."""
+    tried: int
+    """How many ways were timed on several devices."""
+
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how many are done, of how many)"""
+
+
+@dataclass(kw_only=True)
+class _Class:
+    name: str
+    tasks: list[Task]
+    counts: tuple[int, ...]
+    signature: str = ""
+    known: bool = False
+    changed: bool = False
+    steps: int = 0
+    estimates: tuple[Estimate, ...] = ()
+    failure: str = ""
+    notices: list[str] = field(default_factory=list)
+
+    def steps_of(self, task: Task) -> int:
+        first = self.tasks[0]
+        if task.steps is not None:
+            return task.steps
+        if task.epochs is not None and first.epochs is not None:
+            return max(1, self.steps * task.epochs // first.epochs)
+        return self.steps
+
+
+class Profiler:
+    """Asks workers, one class of equal tasks after another."""
+
+    def __init__(
+        self,
+        *,
+        backend: Prober,
+        devices: Sequence[Device],
+        nodes: Sequence[Node],
+        folder: Path,
+        store: EstimateStore,
+        objective: Objective = "makespan",
+        progress: Progress = lambda what, done, total: None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._backend = backend
+        self._free = [device.name for device in devices]
+        self._order = {name: place for place, name in enumerate(self._free)}
+        self._nodes = nodes
+        self._folder = folder
+        self._store = store
+        self._objective: Objective = objective
+        self._progress = progress
+        self._interrupted = interrupted
+        self._number = 0
+        self._busy: dict[str, tuple[int, tuple[str, ...]]] = {}
+        """device -> (what it was asked, and with which others)"""
+        self._tried = 0
+
+    def run(self, tasks: Sequence[Task], counts: Callable[[Task], tuple[int, ...]]) -> Profile:
+        """Look at each kind of task, and then try what matters on several devices."""
+        begun_s = self._backend.now_s()
+        classes = _grouped(tasks, counts)
+        self._look_at(classes)
+        self._try_out(classes, begun_s)
+        self._store.add({one.signature: one.estimates for one in classes if one.changed and one.estimates})
+        return Profile(
+            estimates={task.name: one.estimates for one in classes for task in one.tasks if one.estimates},
+            steps={task.name: one.steps_of(task) for one in classes for task in one.tasks if one.steps},
+            classes={task.name: one.name for one in classes for task in one.tasks},
+            failures={task.name: one.failure for one in classes for task in one.tasks if one.failure},
+            notices=tuple((one.name, text) for one in classes for text in one.notices),
+            spent_s=self._backend.now_s() - begun_s,
+            looked=sum(not one.known for one in classes),
+            tried=self._tried,
+        )
+
+    # ---- looking ----
+
+    def _look_at(self, classes: list[_Class]) -> None:
+        waiting = list(classes)
+        asked: dict[int, _Class] = {}
+        while (waiting or asked) and not self._interrupted():
+            while waiting and self._free:
+                one = waiting.pop(0)
+                self._progress(f"looking at {one.name}", len(classes) - len(waiting) - len(asked) - 1, len(classes))
+                number = self._take((self._free[0],))
+                asked[number] = one
+                device = next(name for name, (its, _) in self._busy.items() if its == number)
+                try:
+                    self._backend.look(
+                        device,
+                        one.tasks[0],
+                        number=number,
+                        folder=self._folder,
+                        counts=one.counts,
+                        known=self._store.path,
+                        alike=len(one.tasks),
+                    )
+                except Exception as error:  # it cannot be sent; its own launch will say so
+                    one.failure = str(error)
+                    self._release(device)
+                    del asked[number]
+            for number, sign in self._hear():
+                found = asked.pop(number, None)
+                if found is not None:
+                    _take_sight(found, sign)
+        self._progress("looking", len(classes), len(classes))
+
+    # ---- trying ----
+
+    def _try_out(self, classes: list[_Class], begun_s: float) -> None:
+        under_way: dict[int, tuple[_Class, Trial]] = {}
+        by_name = {one.name: one for one in classes}
+        budget_s = self._budget_s(classes)
+        while not self._interrupted():
+            trial = None
+            if self._backend.now_s() - begun_s < budget_s:
+                alike = [
+                    Alike(
+                        name=one.name,
+                        steps={task.name: one.steps_of(task) for task in one.tasks},
+                        estimates=one.estimates,
+                    )
+                    for one in classes
+                    if one.estimates
+                ]
+                besides = [trial for _, trial in under_way.values()]
+                trial = next_trial(alike, self._nodes, objective=self._objective, besides=besides)
+            if trial is not None and trial.estimate.devices <= len(self._free):
+                one = by_name[trial.alike]
+                number = self._start(one, trial)
+                under_way[number] = (one, trial)
+                continue
+            if not under_way:
+                return
+            for number, sign in self._hear():
+                if number in under_way:
+                    _take_trial(*under_way.pop(number), sign)
+        for device in list(self._busy):
+            self._backend.kill(device)
+
+    def _start(self, one: _Class, trial: Trial) -> int:
+        estimate = trial.estimate
+        self._tried += 1
+        self._progress(f"trying {one.name} as {estimate.label}", self._tried - 1, self._tried)
+        devices = tuple(self._free[: estimate.devices])
+        number = self._take(devices)
+        task = one.tasks[0]
+        if task.strategy == "auto":
+            task = replace(task, strategy=estimate.label)
+        self._backend.try_out(devices, task, number=number, folder=self._folder)
+        return number
+
+    @staticmethod
+    def _budget_s(classes: Sequence[_Class]) -> float:
+        total_s = sum(
+            one.steps_of(task) * min(estimate.step_s for estimate in one.estimates)
+            for one in classes
+            for task in one.tasks
+            if one.estimates
+        )
+        return max(_LEAST_S, _SHARE * total_s)
+
+    # ---- devices ----
+
+    def _take(self, devices: tuple[str, ...]) -> int:
+        self._number += 1
+        for device in devices:
+            self._free.remove(device)
+            self._busy[device] = (self._number, devices)
+        return self._number
+
+    def _release(self, device: str) -> None:
+        if self._busy.pop(device, None) is not None:
+            self._free.append(device)
+            self._free.sort(key=self._order.__getitem__)
+
+    def _hear(self) -> list[tuple[int, Any]]:
+        """(number, answer) of what has ended; a device whose gang has failed is ended with it."""
+        answers: list[tuple[int, Any]] = []
+        for device, sign in self._backend.poll(_POLL_S):
+            number, others = self._busy.get(device, (0, ()))
+            if isinstance(sign, WorkerLost):
+                if not number:
+                    continue
+                answers.append((number, sign))
+                self._release(device)
+                for other in others:
+                    if self._busy.get(other, (0,))[0] == number:
+                        self._backend.kill(other)
+                        self._release(other)
+            elif isinstance(sign, Looked | Tried | Failed | Left) and sign.attempt == number:
+                self._release(device)
+                if not isinstance(sign, Left):
+                    answers.append((number, sign))
+        return answers
+
+
+def _grouped(tasks: Sequence[Task], counts: Callable[[Task], tuple[int, ...]]) -> list[_Class]:
+    found: dict[Any, _Class] = {}
+    for task in tasks:
+        wanted = counts(task)
+        group = (code_key(task, width=task.devices), wanted)
+        one = found.get(group)
+        if one is None:
+            found[group] = _Class(name=task.name, tasks=[task], counts=wanted)
+        else:
+            one.tasks.append(task)
+    return list(found.values())
+
+
+def _take_sight(one: _Class, sign: Any) -> None:
+    if isinstance(sign, Looked):
+        one.signature, one.known, one.steps = sign.signature, sign.known, sign.total_steps
+        one.estimates = tuple(Estimate.from_json(plain) for plain in sign.estimates)
+        one.changed = not sign.known
+        one.notices += sign.notices
+    else:
+        one.failure = sign.reason
+
+
+def _take_trial(one: _Class, trial: Trial, sign: Any) -> None:
+    old = trial.estimate
+    if isinstance(sign, Tried):
+        spread = max(sign.spread / 2, 0.02)
+        new = replace(old, step_s=sign.step_s, spread=spread, start_s=sign.start_s, measured=True)
+        one.estimates = tuple(new if other == old else other for other in one.estimates)
+    else:
+        one.estimates = tuple(other for other in one.estimates if other != old)
+        one.notices.append(f"{old.label} on {old.devices} devices is left out: {sign.reason}")
+    one.changed = True

@@ -1,0 +1,73 @@
+"""What ways of running were found to cost, kept in the user's cache: by machine, versions and signature."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.cluster.device import Device
+from rota.profile.estimate import Estimate
+from rota.state.files import make_private_folder, replacing
+
+FORMAT = 1
+"""Of what is kept. Another number makes everything be measured again."""
+_MOST = 2000
+"""Signatures; the oldest are forgotten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateStore:
+    """The file of one kind of machine."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, folder: Path, devices: Sequence[Device]) -> EstimateStore:
+        """The file for devices like these, with the torch and the rota that are installed."""
+        first = devices[0]
+        machine = {
+            "format": FORMAT,
+            "torch": importlib.metadata.version("torch"),
+            "rota": importlib.metadata.version("rota"),
+            "kind": first.kind,
+            "label": first.label,
+            "threads": len(first.cores),
+            "memory_bytes": first.memory_bytes,
+            "cores": os.cpu_count() or 1,
+        }
+        name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+        return cls(path=folder / f"steps-{name}.json")
+
+    def read(self) -> dict[str, tuple[Estimate, ...]]:
+        """signature -> estimates; what cannot be read is measured again."""
+        try:
+            plain = json.loads(self.path.read_text(encoding="utf-8"))
+            return {
+                str(name): tuple(Estimate.from_json(one) for one in found) for name, found in plain["known"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def add(self, found: Mapping[str, Sequence[Estimate]]) -> None:
+        """Keep these; what others have kept meanwhile stays. Without a place to write, nothing is kept."""
+        if not found:
+            return
+        known: dict[str, Any] = dict(self.read())
+        for name, estimates in found.items():
+            known.pop(name, None)
+            known[name] = estimates
+        kept = dict(list(known.items())[-_MOST:])
+        text = json.dumps({"known": {name: [one.to_json() for one in some] for name, some in kept.items()}})
+        with contextlib.suppress(OSError):
+            make_private_folder(self.path.parent)
+            with replacing(self.path) as side:
+                handle = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
