@@ -10,9 +10,11 @@ from rota import __version__
 from rota.cli.devices import devices
 from rota.cli.doctor import doctor
 from rota.cli.explain import explain
+from rota.cli.plan import plan
 from rota.cli.report import report
 from rota.cli.resume import resume
 from rota.cli.run import run
+from rota.cli.simulate import simulate
 from rota.cli.status import status
 from rota.cli.stop import stop
 from rota.errors import InputError, RotaError
@@ -26,7 +28,7 @@ def commands() -> None:
     """Train many large PyTorch models on the devices you have."""
 
 
-for command in (run, explain, devices, status, resume, stop, report, doctor):
+for command in (run, plan, simulate, explain, devices, status, resume, stop, report, doctor):
     commands.add_command(command)
 
 

@@ -14,6 +14,7 @@ from rota.execute.run import RunOptions, run_source
 from rota.execute.states import RunState
 from rota.report.summary import run_summary, summary_words
 from rota.result import Result
+from rota.schedule.problem import OBJECTIVES, Objective
 from rota.store.run_folder import new_run_path
 
 
@@ -23,6 +24,8 @@ from rota.store.run_folder import new_run_path
 @click.option("--retries", default=2, show_default=True, help="How often a task goes on after its worker died.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 @click.option("--strategy", metavar="S", help="How tasks run on devices: tensor, 'data(2) * tensor(2)', ...")
+@click.option("--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts.")
+@click.option("--no-profile", is_flag=True, help="Measure nothing before the run; the longest tasks go first.")
 @device_options
 @json_option
 def run(
@@ -31,6 +34,8 @@ def run(
     retries: int,
     quiet: bool,
     strategy: str | None,
+    objective: Objective,
+    no_profile: bool,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -48,6 +53,8 @@ def run(
         retries=retries,
         progress=not quiet,
         strategy=strategy,
+        objective=objective,
+        profile=not no_profile,
     )
     finish(run_source(lambda: load_source(file), options), as_json=as_json)
 

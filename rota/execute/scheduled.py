@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +20,10 @@ _MOVED = 0.1
 """By so much of itself an estimate must have been wrong to think again."""
 _SEEN_STEPS = 3
 """Steps before a live time counts."""
+_SOON_STEPS = 20
+"""A task that has begun is waited for as long as so many of its steps should take,"""
+_MOMENT = 0.02
+"""or this part of the time that the run has taken."""
 _SHARE, _MOST_S = 0.01, 10.0
 """Of what is left: so long may a solver think, in the background."""
 _EVERY_S = 2.0
@@ -72,10 +78,12 @@ class Scheduled:
         self._asked_s = float("-inf")
         self._used: dict[tuple[str, str, int], float] = {}
         """(class, label, devices) -> the step that the present plan assumes"""
+        self._wrong: dict[tuple[str, str, int], float] = {}
+        """the same -> by how much its estimate was wrong when it was first seen"""
         self._ended = -1
         self._due = not intents
-        self._left_s: dict[str, float] = {}
-        """task -> when it was told to leave its devices"""
+        self._leaving: dict[str, tuple[int, float]] = {}
+        """task -> the attempt that is to leave its devices, and when it was told so"""
         self._switch_s = SWITCH_S
         self.switches = 0
         self.plans = 0
@@ -99,16 +107,20 @@ class Scheduled:
                 self._see(task)
             elif task.state.ended:
                 ended += 1
-                self._left_s.pop(task.name, None)
+            if task.name in self._leaving:
+                self._see_leaving(task, view.now_s)
         if ended != self._ended:
             self._due = self._due or self._ended >= 0
             self._ended = ended
 
+    def _see_leaving(self, task: TaskRecord, now_s: float) -> None:
+        attempt, told_s = self._leaving[task.name]
+        if task.state is not TaskState.RUNNING or task.attempt != attempt:
+            del self._leaving[task.name]
+            if not task.state.ended:
+                self._switch_s = (self._switch_s + now_s - told_s) / 2
+
     def _see(self, task: TaskRecord) -> None:
-        told_s = self._left_s.get(task.name)
-        if told_s is not None and task.began_s is not None and task.began_s >= told_s:
-            del self._left_s[task.name]
-            self._switch_s = (self._switch_s + task.began_s - told_s) / 2
         if task.step_s is None or task.step - task.began_step < _SEEN_STEPS:
             return
         label, count = self._way(task), len(task.devices)
@@ -129,6 +141,7 @@ class Scheduled:
             self._due = True
             return
         believed_s = self._used.setdefault((kind, label, count), way.step_s)
+        self._wrong.setdefault((kind, label, count), abs(math.log(task.step_s / believed_s)))
         if abs(task.step_s / believed_s - 1) <= _MOVED:
             return
         self._used[(kind, label, count)] = task.step_s
@@ -148,10 +161,12 @@ class Scheduled:
     # ---- thinking ----
 
     def _ask(self, view: View) -> None:
-        if not self._due or self._asked is not None or self._left_s or view.now_s - self._asked_s < _EVERY_S:
+        if not self._due or self._asked is not None or self._leaving or view.now_s - self._asked_s < _EVERY_S:
+            return
+        left = list(self._remaining(view))
+        if self._intents and self._soon(view):
             return
         self._due, self._asked_s = False, view.now_s
-        left = list(self._remaining(view))
         if not left:
             return
         problem = problem_of(
@@ -166,6 +181,22 @@ class Scheduled:
             seconds = min(_MOST_S, _SHARE * value_of(problem, present).makespan_s)
         self._asked = problem
         self._solver.ask(problem, hints=() if present is None else (present,), seconds=seconds)
+
+    def _soon(self, view: View) -> bool:
+        """Whether more will be known in a moment, of tasks that have only just begun."""
+        for task in view.record.tasks.values():
+            if task.state is not TaskState.RUNNING or task.step_s is not None or not task.spans:
+                continue
+            if any(one.label == self._way(task) for one in self._estimates.get(task.name, ())):
+                patience_s = max(_EVERY_S, _MOMENT * (view.now_s - view.record.begin_s))
+                if view.now_s - task.spans[-1].begin_s < max(patience_s, _SOON_STEPS * self._expected_s(task)):
+                    return True
+        return False
+
+    def _expected_s(self, task: TaskRecord) -> float:
+        """What a step of a task is thought to take."""
+        ways = [one for one in self._estimates[task.name] if one.label == self._way(task)]
+        return ways[0].step_s + ways[0].start_s / _SOON_STEPS
 
     def _remaining(self, view: View) -> Iterator[Left]:
         for task in view.record.tasks.values():
@@ -196,7 +227,8 @@ class Scheduled:
             return
         present = continued(problem, list(self._intents.values()))
         switch_s = dict.fromkeys(problem.tasks, self._switch_s)
-        verdict = judge(problem, present, solved.schedule, switch_s=switch_s)
+        doubt = statistics.median(self._wrong.values()) if self._wrong else 0.0
+        verdict = judge(problem, present, solved.schedule, switch_s=switch_s, doubt=doubt)
         if verdict.adopt:
             yield from self._adopt(problem, solved, verdict, view)
 
@@ -210,7 +242,7 @@ class Scheduled:
         for name in verdict.switched:
             task, intent = view.record.tasks[name], self._intents[name]
             self.switches += 1
-            self._left_s[name] = view.now_s
+            self._leaving[name] = (task.attempt, view.now_s)
             old = f"{self._way(task)} on {', '.join(task.devices)}"
             yield Switch(task=name, reason=f"goes on as {intent.label} on {', '.join(intent.devices)} instead of {old}")
 

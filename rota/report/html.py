@@ -80,14 +80,20 @@ def _page(record: RunRecord, curves: Mapping[str, Curves]) -> str:
         _tasks_section(record, ranked),
         _notices_section(record),
     ]
+    body = f"{_header(record, ranked)}\n<main>\n{''.join(sections)}</main>\n{_footer(record)}"
+    return document(title, body, styles=len(record.tasks))
+
+
+def document(title: str, body: str, *, styles: int) -> str:
+    """A whole page; `styles` is how many tasks have a look of their own."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         # The page may quote anything; whatever slips through still neither runs nor loads.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{markup.text(title)}</title>\n<style>\n{_stylesheet()}{_highlights(len(record.tasks))}</style>\n</head>\n"
-        f"<body>\n{_header(record, ranked)}\n<main>\n{''.join(sections)}</main>\n{_footer(record)}\n</body>\n</html>\n"
+        f"<title>{markup.text(title)}</title>\n<style>\n{_stylesheet()}{_highlights(styles)}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 

@@ -7,29 +7,23 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rota.calibrate.calibrate import calibrate
-from rota.errors import CaptureError, RotaError
-from rota.graph.graph import Graph
-from rota.plan.costs import Costs
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
-from rota.runtime.choose import choose, graph_of
 from rota.runtime.executor import Eager
 from rota.runtime.gang import Gang
-from rota.runtime.planned import needs_of
 from rota.runtime.training import Training, Watch
 from rota.runtime.user_code import calling
-from rota.search.search import Search, search
-from rota.strategies.base import find
-from rota.strategies.single import single
 from rota.task import Task
 
-PREDICTED_SPREAD, MEASURED_SPREAD = 0.25, 0.05
-"""By how much a step may differ from what was predicted, or measured for a moment."""
+if TYPE_CHECKING:
+    from rota.graph.graph import Graph
+
+MEASURED_SPREAD = 0.05
+"""By how much a step may differ from what was measured for a moment."""
 _WARM_UP = 2
 _LEAST, _MOST = 3, 30
 """Steps that are timed."""
@@ -40,8 +34,6 @@ _ENOUGH_S = 5.0
 WORTH_S = 20.0
 _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
-_LIKELY = 3
-_KEPT = 2
 _TIGHT = 0.5
 """Of a device's memory: where a model with gradients and moments takes more than that, one looks before one runs."""
 
@@ -151,23 +143,28 @@ def _estimates(
     several = [count for count in counts if count > 1]
     alone_bytes = 0
     if state_bytes > _TIGHT * memory_bytes:
-        graph = _captured(training, batch, notice)
+        from rota.runtime import candidates
+
+        graph = candidates.captured(training, batch, notice)
         if graph is not None:
-            alone_bytes = _peak_bytes(graph)
+            alone_bytes = candidates.peak_bytes(graph)
     if alone_bytes <= memory_bytes:
         steps = timed(training, begun_s=begun_s, watch=watch)
     watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
     if several and (single_s is None or single_s > WORTH_S):
-        graph = graph or _captured(training, batch, notice)
+        # Loading all that searches takes a second, which short tasks need not wait for.
+        from rota.runtime import candidates
+
+        graph = graph or candidates.captured(training, batch, notice)
         if graph is not None:
-            alone_bytes = alone_bytes or _peak_bytes(graph)
+            alone_bytes = alone_bytes or candidates.peak_bytes(graph)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * alike * (single_s or 0.0)))
-            found += predicted(graph, training, several, memory_bytes, steps, budget_s, notice)
+            found += candidates.predicted(graph, training, several, memory_bytes, steps, budget_s, notice)
     if steps is not None and 1 in counts:
         alone = Estimate(
-            label=str(single()),
+            label="single",
             kind=kind,
             devices=1,
             step_s=steps.step_s,
@@ -180,91 +177,6 @@ def _estimates(
     return tuple(found)
 
 
-def _captured(training: Training, batch: Any, notice: Notice) -> Graph | None:
-    try:
-        return graph_of(training.parts, batch)
-    except CaptureError as error:
-        notice(f"auto: {error}; one device runs it (strategy='torch_ddp' would take more)")
-        return None
-
-
-def _peak_bytes(graph: Graph) -> int:
-    alone = single()(graph, 1).compile().simulate()
-    return alone.peak_bytes[0] + 2 * alone.stored_bytes[0]
-
-
-def predicted(
-    graph: Graph,
-    training: Training,
-    counts: Sequence[int],
-    memory_bytes: int,
-    steps: Steps | None,
-    budget_s: float,
-    notice: Notice,
-) -> list[Estimate]:
-    """The best few strategies for each number of devices, with what is measured of their ops, and of this device."""
-    until_s = time.perf_counter() + budget_s
-    rough: dict[int, Search] = {}
-    for place, count in enumerate(counts):
-        left_s = max(0.5, (until_s - time.perf_counter()) / 2 / (len(counts) - place))
-        try:
-            rough[count] = _searched(graph, training, count, memory_bytes, budget_s=left_s)
-        except RotaError as error:
-            notice(f"auto on {count} devices: {error}")
-    likely = {
-        count: [one.text for one in found.candidates if one.measured and one.fits and one.devices == count][:_LIKELY]
-        for count, found in rough.items()
-    }
-    programs = [find(text)(graph, count).compile() for count, texts in likely.items() for text in texts]
-    programs.append(single()(graph, 1).compile())
-    costs = calibrate(
-        programs,
-        budget_s=max(0.5, until_s - time.perf_counter()),
-        threads=torch.get_num_threads(),
-        notice=lambda t: None,
-    )
-    anchor = 1.0
-    if steps is not None:
-        anchor = steps.step_s / max(1e-9, programs[-1].simulate(costs=costs).makespan_s)
-    estimates = []
-    for count, texts in likely.items():
-        if not texts:
-            continue
-        names = set(texts)
-        found = _searched(graph, training, count, memory_bytes, costs=costs, within=lambda one: str(one) in names)  # noqa: B023
-        for one in [one for one in found.candidates if one.measured and one.fits][:_KEPT]:
-            assert one.step_s is not None
-            assert one.peak_bytes is not None
-            estimates.append(
-                Estimate(
-                    label=one.text,
-                    kind=training.device.type,
-                    devices=count,
-                    step_s=one.step_s * anchor,
-                    spread=PREDICTED_SPREAD,
-                    memory_bytes=one.peak_bytes,
-                    measured=False,
-                    start_s=2 * steps.start_s if steps is not None else 0.0,
-                )
-            )
-    return estimates
-
-
-def _searched(graph: Graph, training: Training, count: int, memory_bytes: int, **more: Any) -> Search:
-    needs = needs_of(training.optimizer)
-    within = more.pop("within", lambda strategy: True)
-    costs: Costs | None = more.pop("costs", None)
-    return search(
-        graph,
-        count,
-        memory_bytes=memory_bytes,
-        whole_parameters=needs != "elements",
-        within=lambda one: within(one) and (needs != "everything" or type(one).__name__ in ("Data", "Single")),
-        costs=costs,
-        **more,
-    )
-
-
 def try_out(
     task: Task, *, device: torch.device, gang: Gang | None, memory_bytes: int, watch: Watch = _unwatched
 ) -> Steps:
@@ -274,6 +186,8 @@ def try_out(
     def choice(parts: Any, batch: Any) -> Any:
         if gang is None:
             return Eager(parts)
+        from rota.runtime.choose import choose
+
         return choose(parts, batch, gang=gang, steps=0, memory_bytes=memory_bytes, notice=lambda text: None)
 
     training = Training(task, device=device, choose=choice, watch=watch)

@@ -12,6 +12,8 @@ _NEAR = 3.0
 """A task that ends within so many times the cost of a switch is left alone."""
 _GAIN = 0.01
 """Of the objective: less is not worth a change of plans."""
+_DOUBT = 0.25
+"""Of what estimates were wrong by: so much of the objective must a switch gain, beyond its cost."""
 _LEAST_S = 1e-3
 
 
@@ -141,8 +143,13 @@ class Verdict:
     """Tasks that run and would have to change."""
 
 
-def judge(problem: Problem, present: Schedule | None, found: Schedule, *, switch_s: Mapping[str, float]) -> Verdict:
-    """Change plans if the forecast gain exceeds the cost of the switches, or if there is no plan."""
+def judge(
+    problem: Problem, present: Schedule | None, found: Schedule, *, switch_s: Mapping[str, float], doubt: float = 0.0
+) -> Verdict:
+    """Change plans if the forecast gain exceeds the cost of the switches, or if there is no plan.
+
+    `doubt` is by how much estimates have turned out wrong: the less they can be believed, the more a switch must gain.
+    """
     switched = tuple(
         task
         for one in found.placements
@@ -160,7 +167,7 @@ def judge(problem: Problem, present: Schedule | None, found: Schedule, *, switch
         cost /= max(1, len(problem.tasks))
     elif problem.objective == "cost":
         cost = 0.0  # it is in the price of the options
-    least = max(cost, _GAIN * old.objective if switched else 1e-9)
+    least = max(cost, (_GAIN + _DOUBT * doubt) * old.objective) if switched else 1e-9
     return Verdict(adopt=new < old and gain > least, gain=gain, switched=switched)
 
 

@@ -1,0 +1,174 @@
+"""A real sweep on two CPU devices: rota, with its profiling, against what people do and what simple rules do.
+
+python -m bench.sweep [--quick] [--json]
+
+Every arm trains the same twelve tasks to their end. The others follow their own schedule, made from what rota has
+measured before (which costs them nothing); rota starts with an empty cache, measures, schedules and trains, and then
+once more with what it knows. With --quick tasks are a tenth as long, and only current practice and rota run: what
+profiling takes is then a large part of the whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.sweep_tasks import sweep
+from rota.cluster import Cluster, local
+from rota.execute.backends.local import LocalBackend
+from rota.execute.controller import Controller
+from rota.execute.events import Launched, RunBegan
+from rota.execute.forecast import Forecast, forecast
+from rota.execute.identity import describe, digest
+from rota.execute.preflight import widths
+from rota.execute.record import RunRecord
+from rota.execute.run import RunOptions, Source, run_source
+from rota.execute.scheduled import Scheduled
+from rota.execute.solvers import InlineSolver
+from rota.execute.states import RunState
+from rota.schedule.heuristics import HEURISTICS
+from rota.schedule.replan import intents_of
+from rota.store.journal import Journal, read_events
+from rota.store.run_folder import RunFolder
+from rota.sweep import Sweep
+
+RULES = ("max", "min", "optimus", "random")
+MEMORY = "4GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What a run took."""
+
+    seconds: float
+    before_s: float
+    """Until the first task started."""
+
+
+def main() -> None:
+    """Train it all."""
+    chosen = harness.options(__doc__)
+    scale, rounds = (0.1, 1) if chosen.quick else (1.0, 2)
+    rules = ("max",) if chosen.quick else RULES
+    tasks = sweep(scale)
+    cluster = local(devices=2, memory=MEMORY, kind="cpu")
+    with tempfile.TemporaryDirectory() as root:
+        place = Path(root)
+        known = _known(tasks, cluster, place)
+        times: dict[str, list[Arm]] = {name: [] for name in (*rules, "rota", "rota_again")}
+        for turn in range(rounds):
+            for name in rules if turn % 2 else rules[::-1]:
+                times[name].append(_rule(name, tasks, cluster, place / f"{name}-{turn}", known, seed=turn))
+            cache = place / f"cache-{turn}"
+            times["rota"].append(_rota(tasks, cluster, place / f"rota-{turn}", cache))
+            if not chosen.quick:
+                times["rota_again"].append(_rota(tasks, cluster, place / f"again-{turn}", cache))
+    _finish(times, known, chosen)
+
+
+def _finish(times: dict[str, list[Arm]], known: Forecast, chosen: Any) -> None:
+    middle = {name: statistics.median(arm.seconds for arm in arms) for name, arms in times.items() if arms}
+    before = {name: statistics.median(arm.before_s for arm in arms) for name, arms in times.items() if arms}
+    assert known.solved is not None
+    # The workers' own start is in every arm, and none of it is profiling.
+    start_s = min(before[name] for name in RULES if name in before)
+    names = {"vs_current_practice": "max", "vs_min": "min", "vs_optimus": "optimus", "vs_random": "random"}
+    figures: dict[str, Any] = {key: middle[name] / middle["rota"] for key, name in names.items() if name in middle}
+    figures["of_bound"] = (middle["rota"] - start_s) / known.solved.bound
+    figures["profiling_share"] = max(0.0, before["rota"] - start_s) / middle["rota"]
+    if "rota_again" in middle:
+        figures["profiling_share_again"] = max(0.0, before["rota_again"] - start_s) / middle["rota_again"]
+    details = {
+        "seconds": {name: [arm.seconds for arm in arms] for name, arms in times.items()},
+        "before_s": {name: [arm.before_s for arm in arms] for name, arms in times.items()},
+        "bound_s": known.solved.bound,
+        "predicted_s": {name: value.makespan_s for name, value in known.solved.heuristics.items()}
+        | {"rota": known.solved.value.makespan_s},
+        "chosen": {one.task: f"{one.label} on {len(one.devices)}" for one in known.intents},
+        "ways": {
+            task: {f"{way.label} on {way.devices}": way.step_s for way in ways}
+            for task, ways in known.profile.estimates.items()
+        },
+    }
+    harness.finish("sweep", figures, details, chosen)
+
+
+def _known(tasks: Sweep, cluster: Cluster, place: Path) -> Forecast:
+    """What rota measures, for the others."""
+    os.environ["ROTA_CACHE"] = str(place / "cache")
+    with closing(LocalBackend(cluster)) as backend:
+        return forecast(
+            tasks, cluster=cluster, backend=backend, folder=place / "profile", widths=widths(tasks, cluster)
+        )
+
+
+def _rule(name: str, tasks: Sweep, cluster: Cluster, path: Path, known: Forecast, *, seed: int) -> Arm:
+    """Train by a simple rule's schedule, which nothing changes."""
+    intents = intents_of(known.problem, HEURISTICS[name](known.problem, seed), now_s=0.0)
+    folder = RunFolder(path)
+    folder.prepare()
+    journal = Journal(folder.journal)
+    record = RunRecord()
+    started_s = time.perf_counter()
+    with closing(LocalBackend(cluster)) as backend, closing(journal):
+        backend.warm_up(len(cluster.devices))
+        began = RunBegan(
+            name=name,
+            source="",
+            source_digest="",
+            sweep_digest=digest(tasks),
+            tasks=tuple(describe(task) for task in tasks),
+            devices=(),
+        )
+        record.apply(began, backend.now_s())
+        journal.append(began, time_s=backend.now_s())
+        controller = Controller(
+            sweep=tasks,
+            record=record,
+            journal=journal,
+            folder=folder,
+            backend=backend,
+            devices=[device.name for device in cluster.devices],
+            policy=Scheduled(
+                estimates=known.profile.estimates,
+                classes=known.profile.classes,
+                nodes=known.nodes,
+                solver=InlineSolver(),
+                intents=intents,
+                replan=False,
+            ),
+        )
+        state = controller.run()
+        seconds = time.perf_counter() - started_s
+    assert state is RunState.FINISHED, {task.name: task.reason for task in record.tasks.values()}
+    return _arm(folder, seconds)
+
+
+def _rota(tasks: Sweep, cluster: Cluster, path: Path, cache: Path) -> Arm:
+    """All of rota, as a user runs it."""
+    os.environ["ROTA_CACHE"] = str(cache)
+    started_s = time.perf_counter()
+    result = run_source(lambda: Source(sweep=tasks), RunOptions(cluster=cluster, out=path, progress=False))
+    seconds = time.perf_counter() - started_s
+    assert result.state is RunState.FINISHED, [task.reason for task in result.tasks]
+    return _arm(RunFolder(path), seconds)
+
+
+def _arm(folder: RunFolder, seconds: float) -> Arm:
+    events = list(read_events(folder.journal))
+    first_s = next(time_s for time_s, event in events if isinstance(event, Launched))
+    arm = Arm(seconds=seconds, before_s=first_s - events[0][0])
+    shutil.rmtree(folder.path)
+    return arm
+
+
+if __name__ == "__main__":
+    main()

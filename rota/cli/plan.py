@@ -1,0 +1,124 @@
+"""`rota plan`: decide how a sweep would run on this machine, and do not run it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+import click
+
+from rota.cli.options import device_options, json_option, print_json
+from rota.cli.sweep_file import load_source
+from rota.cluster import Cluster, local
+from rota.cluster.device import format_bytes
+from rota.errors import InputError
+from rota.execute import preflight
+from rota.execute.backends.local import LocalBackend
+from rota.execute.forecast import Forecast, forecast
+from rota.report.forecast import Case, Listed, forecast_json, forecast_lines
+from rota.report.format import duration
+from rota.report.live import profile_progress
+from rota.schedule.problem import OBJECTIVES, Objective
+from rota.state.files import replacing, write_text
+from rota.sweep import Sweep
+
+_WIDEST, _NARROWEST = 160, 60
+
+
+@click.command(short_help="Decide how a sweep would run here, without running it.")
+@click.argument("file", metavar="FILE[:NAME]")
+@click.option("--strategy", metavar="S", help="How tasks run on devices, instead of what they say.")
+@click.option("--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts.")
+@click.option("--seconds", type=click.FloatRange(min=0.0), metavar="S", help="How long to search for a schedule.")
+@click.option("--html", "html", type=click.Path(path_type=Path), metavar="TO", help="Write the schedule as a page.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+@device_options
+@json_option
+def plan(
+    file: str,
+    strategy: str | None,
+    objective: Objective,
+    seconds: float | None,
+    html: Path | None,
+    quiet: bool,
+    devices: int | None,
+    memory: str | None,
+    kind: str | None,
+    as_json: bool,
+) -> None:
+    """Decide which task of the sweep that FILE defines runs how, where and when on this machine; train nothing.
+
+    A few steps of each kind of task are timed on the devices, and what is learned is kept for `rota run`.
+    """
+    if html is not None and not html.absolute().parent.is_dir():
+        raise InputError(f"there is no folder {html.parent} to write the page to; create it first")
+    cluster = local(devices=devices, memory=memory, kind=kind)
+    sweep = preflight.resolve(load_source(file).sweep, strategy=strategy)
+    widths = preflight.widths(sweep, cluster)
+    preflight.check(sweep, widths, cluster)
+    with (
+        tempfile.TemporaryDirectory(prefix="rota-plan-") as folder,
+        closing(LocalBackend(cluster)) as backend,
+        nullcontext(lambda *told: None) if quiet else profile_progress() as progress,
+    ):
+        found = forecast(
+            sweep,
+            cluster=cluster,
+            backend=backend,
+            folder=Path(folder),
+            widths=widths,
+            objective=objective,
+            deadlines={task.name: task.deadline_s for task in sweep if task.deadline_s is not None},
+            progress=progress,
+            seconds=seconds,
+        )
+    _tell(sweep, cluster, found, html, as_json=as_json, title=Path(file.partition(":")[0]).stem)
+
+
+def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *, as_json: bool, title: str) -> None:
+    profile = found.profile
+    if found.solved is None:
+        reasons = "; ".join(dict.fromkeys(f"{name}: {why}" for name, why in profile.failures.items()))
+        raise InputError(f"no task could be looked at: {reasons}")
+    case = Case(
+        words=_words(cluster), problem=found.problem, estimates=profile.estimates, solved=found.solved,
+        notes=tuple(_notes(found)),
+    )  # fmt: skip
+    known = [task for task in sweep if task.name in profile.estimates]
+    listed = [
+        Listed(name=task.name, steps=profile.steps[task.name], alike=profile.classes[task.name]) for task in known
+    ]
+    if html is not None:
+        from rota.report.plan_page import plan_page
+
+        with replacing(html) as side:
+            write_text(side, plan_page(title, listed, case))
+    if as_json:
+        more = {
+            "profiling_s": profile.spent_s,
+            "solving_s": found.solving_s,
+            "failures": dict(profile.failures),
+            "notices": [{"task": name, "text": text} for name, text in profile.notices],
+            "html": None if html is None else str(html),
+        }
+        print_json(forecast_json(listed, case) | more)
+        return
+    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+    click.echo("\n".join(forecast_lines(listed, case, width=width)))
+    if html is not None:
+        click.echo(f"page       {html}")
+
+
+def _notes(found: Forecast) -> list[tuple[str, str]]:
+    profile = found.profile
+    measured = f"{profile.looked} kinds of tasks looked at, {profile.tried} ways tried on several devices"
+    notes = [("profiled", f"in {duration(profile.spent_s)}: {measured if profile.looked else 'all known from before'}")]
+    notes += [("note", f"{name}: {text}") for name, text in profile.notices]
+    return notes + [("unknown", f"{name}: {why}") for name, why in profile.failures.items()]
+
+
+def _words(cluster: Cluster) -> str:
+    first = cluster.devices[0]
+    return f"{len(cluster.devices)} x {first.kind} with {format_bytes(first.memory_bytes)}"
