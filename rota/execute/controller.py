@@ -11,6 +11,7 @@ from rota.errors import TaskError
 from rota.execute.backends.base import Backend, WorkerLost
 from rota.execute.events import Event, Launched, Lost, Requeued, RunEnded, RunNoted, Stopped
 from rota.execute.policy import Launch, LongestFirst, Policy, Switch, View, Waiting, waiting
+from rota.execute.preflight import travelling
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
@@ -154,7 +155,7 @@ class Controller:
         try:
             self._backend.launch(
                 decision.devices,
-                replace(wanted, strategy=decision.strategy) if decision.strategy else wanted,
+                replace(wanted, strategy=travelling(decision.strategy)) if decision.strategy else wanted,
                 attempt=task.attempt,
                 folder=self._folder.task(task.name),
             )
@@ -199,6 +200,12 @@ class Controller:
             self._unconfirmed[device] = sign
         elif isinstance(sign, Began | Saved | Noticed):
             self._note(sign)
+        elif isinstance(sign, Failed) and sign.way and (rest := self._policy.another_way(task)):
+            how = task.strategy or "its strategy"
+            reason = f"{sign.reason}; {how} is left out, and it goes on with {rest}"
+            self._note(Requeued(task=task.name, attempt=task.attempt, reason=reason))
+            self._enqueue(task)
+            self._leave(device, seat)
         elif isinstance(sign, Finished | Failed):
             self._note(sign)
             self._leave(device, seat)

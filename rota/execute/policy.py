@@ -76,6 +76,10 @@ class Policy(Protocol):
         """What to do now."""
         ...
 
+    def another_way(self, task: TaskRecord) -> str:
+        """The way in which a task runs has failed: drop it, and say what is left; empty if nothing is."""
+        ...
+
 
 class LongestFirst:
     """The task with the most batches left first, on as many devices as it wants.
@@ -94,6 +98,10 @@ class LongestFirst:
             decisions.append(Launch(task=task.name, devices=tuple(left[: task.width])))
             del left[: task.width]
         return decisions
+
+    def another_way(self, task: TaskRecord) -> str:
+        """It knows of none."""
+        return ""
 
 
 def waiting(task: TaskRecord, width: int = 1) -> Waiting:

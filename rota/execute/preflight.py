@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from rota.errors import InputError, RotaError
 from rota.fingerprint import code_parts
 from rota.sweep import Sweep
 from rota.task import Task
+from rota.techniques import ready
 
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
@@ -37,6 +39,15 @@ def _found(task: Task) -> Task:
     except InputError as error:
         raise InputError(f"task {task.name!r}: {error}") from error
     return replace(task, strategy=str(found) if str(found) in _PLAIN else found)
+
+
+def travelling(label: str) -> Any:
+    """A strategy by its label, as it goes to workers: by its name, unless only this process knows the name."""
+    made: Any = ready(label)
+    if made is not None:
+        return made
+    base = sys.modules.get("rota.strategies.base")  # without it nobody has registered anything
+    return base.find(label) if base is not None and base.is_users(label) else label
 
 
 def widths(sweep: Sweep, cluster: Cluster) -> dict[str, int]:
@@ -72,14 +83,14 @@ def check(
     sweep: Sweep, allotted: dict[str, int], cluster: Cluster, *, notice: Callable[[str], None] = lambda text: None
 ) -> None:
     """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
-    if all(isinstance(task.strategy, str) or is_wrapper(task.strategy) for task in sweep):
+    if all(isinstance(task.strategy, str) or executes_itself(task.strategy) for task in sweep):
         return
     from rota.runtime.planned import check_optimizer
 
     memory_bytes = min(device.memory_bytes for device in cluster.devices)
     known: set[str] = set()
     for task in sweep:
-        if isinstance(task.strategy, str) or is_wrapper(task.strategy):
+        if isinstance(task.strategy, str) or executes_itself(task.strategy):
             continue
         key = _key(task, allotted[task.name])
         if key in known:
@@ -110,9 +121,9 @@ def _words(strategy: Any) -> str:
     return describe(strategy)
 
 
-def is_wrapper(strategy: Any) -> bool:
-    """Whether a strategy makes no plan, because PyTorch's own runs the model."""
-    return type(strategy).__name__ == "Wrapper"
+def executes_itself(strategy: Any) -> bool:
+    """Whether a strategy makes no plan: PyTorch's own, or a technique."""
+    return hasattr(strategy, "execute")
 
 
 def _key(task: Task, width: int) -> str:

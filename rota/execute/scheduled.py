@@ -246,6 +246,19 @@ class Scheduled:
             old = f"{self._way(task)} on {', '.join(task.devices)}"
             yield Switch(task=name, reason=f"goes on as {intent.label} on {', '.join(intent.devices)} instead of {old}")
 
+    def another_way(self, task: TaskRecord) -> str:
+        """The way in which a task runs has failed: drop it for all that cost the same, and say what is left."""
+        if task.name in self._own:
+            return ""
+        label, kind = self._way(task), self._classes.get(task.name, task.name)
+        for name, estimates in self._estimates.items():
+            if self._classes.get(name, name) == kind:
+                self._estimates[name] = tuple(one for one in estimates if one.label != label)
+                if self._intents.get(name) is not None and self._intents[name].label == label:
+                    del self._intents[name]
+        self._due = True
+        return ", ".join(one.label for one in self._estimates.get(task.name, ()))
+
     # ---- launching ----
 
     def _launches(self, view: View) -> Iterator[Decision]:

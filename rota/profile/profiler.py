@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from rota.cluster.device import Device
 from rota.execute.backends.base import Sign, WorkerLost
+from rota.execute.preflight import travelling
 from rota.profile.estimate import Estimate
 from rota.profile.likeness import code_key
 from rota.profile.store import EstimateStore
@@ -217,7 +218,7 @@ class Profiler:
         number = self._take(devices)
         task = one.tasks[0]
         if task.strategy == "auto":
-            task = replace(task, strategy=estimate.label)
+            task = replace(task, strategy=travelling(estimate.label))
         self._backend.try_out(devices, task, number=number, folder=self._folder)
         return number
 

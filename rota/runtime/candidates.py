@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from rota.graph.graph import Graph
 from rota.plan.costs import Costs
 from rota.profile.estimate import Estimate
 from rota.runtime.choose import graph_of
-from rota.runtime.planned import needs_of
+from rota.runtime.planned import check_optimizer, needs_of
 from rota.runtime.probe import Steps
 from rota.runtime.training import Training
 from rota.search.search import Search, search
-from rota.strategies.base import find
+from rota.strategies.base import describe, find
 from rota.strategies.single import single
 
 PREDICTED_SPREAD = 0.25
@@ -52,8 +52,17 @@ def predicted(
     steps: Steps | None,
     budget_s: float,
     notice: Notice,
+    *,
+    strategies: Mapping[str, Any],
 ) -> list[Estimate]:
-    """The best few strategies for each number of devices, with what is measured of their ops, and of this device."""
+    """The best few strategies for each number of devices, with what is measured of their ops, and of this device.
+
+    A task whose strategy is the user's choice has that one only; the user's own `strategies` take part otherwise.
+    """
+    own = training.task.strategy
+    if own != "auto":
+        made = find(own) if isinstance(own, str) else own
+        return _of_users(graph, training, counts, memory_bytes, steps, {describe(own): made}, Costs(), notice)
     until_s = time.perf_counter() + budget_s
     rough: dict[int, Search] = {}
     for place, count in enumerate(counts):
@@ -94,6 +103,52 @@ def predicted(
                     step_s=one.step_s * anchor,
                     spread=PREDICTED_SPREAD,
                     memory_bytes=one.peak_bytes,
+                    measured=False,
+                    start_s=2 * steps.start_s if steps is not None else 0.0,
+                )
+            )
+    return estimates + _of_users(graph, training, counts, memory_bytes, steps, strategies, costs, notice)
+
+
+def _of_users(
+    graph: Graph,
+    training: Training,
+    counts: Sequence[int],
+    memory_bytes: int,
+    steps: Steps | None,
+    strategies: Mapping[str, Any],
+    costs: Costs,
+    notice: Notice,
+) -> list[Estimate]:
+    """What the user's own strategies are predicted to take; one that does not suit is left out."""
+    estimates = []
+    alone_s = single()(graph, 1).compile().simulate(costs=costs).makespan_s
+    anchor = 1.0 if steps is None else steps.step_s / max(1e-9, alone_s)
+    for name, strategy in strategies.items():
+        for count in counts:
+            if hasattr(strategy, "execute"):  # PyTorch's own, of which nothing is known
+                step_s, peak = (steps.step_s if steps is not None else 1.0) / count, 0
+            else:
+                try:
+                    program = strategy(graph, count).compile()
+                    check_optimizer(training.optimizer, program, name)
+                except Exception as error:  # it is the user's
+                    notice(f"the strategy {name} is left out on {count} devices: {error}")
+                    continue
+                simulation = program.simulate(costs=costs)
+                step_s = simulation.makespan_s * anchor
+                peak = max(a + 2 * b for a, b in zip(simulation.peak_bytes, simulation.stored_bytes, strict=True))
+            if peak > memory_bytes:
+                notice(f"the strategy {name} needs more memory than {count} devices have")
+                continue
+            estimates.append(
+                Estimate(
+                    label=name,
+                    kind=training.device.type,
+                    devices=count,
+                    step_s=step_s,
+                    spread=PREDICTED_SPREAD,
+                    memory_bytes=peak,
                     measured=False,
                     start_s=2 * steps.start_s if steps is not None else 0.0,
                 )

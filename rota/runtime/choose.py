@@ -17,7 +17,6 @@ from rota.runtime.alone import Alone
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.planned import Planned, needs_of
-from rota.runtime.wrapped import Wrapped, Wrapper
 from rota.search.search import search
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
 from rota.state.rng import keeping_random_state
@@ -38,8 +37,9 @@ Notice = Callable[[str], None]
 def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: int, notice: Notice) -> Executor:
     """The executor of a task; every process of the gang comes to the same."""
     strategy: Any = parts.task.strategy
-    if isinstance(strategy, Wrapper):
-        return Wrapped(parts, batch, gang=gang, wrapper=strategy, notice=notice)
+    if hasattr(strategy, "execute"):  # it makes no plan: PyTorch's own, or a technique
+        executor: Executor = strategy.execute(parts, batch, gang=gang, notice=notice)
+        return executor
     if strategy != "auto":
         made = find(strategy) if isinstance(strategy, str) else strategy
         graph = graph_of(parts, batch)

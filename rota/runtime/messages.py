@@ -206,6 +206,8 @@ class Failed:
     diverged: bool = False
     traceback: str = ""
     """The frames of the user's own code, where it raised."""
+    way: bool = False
+    """Whether it may be the fault of how the task was run, so that another way may do: memory, or a technique."""
 
 
 @register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,15 @@ from rota.runtime.gang import Gang
 from rota.runtime.training import Training, Watch
 from rota.runtime.user_code import calling
 from rota.task import Task
+from rota.techniques import Technique, checked, label_of
 
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
 
+TOLD_SPREAD = 0.5
+"""By how much a step may differ from what a technique says,"""
 MEASURED_SPREAD = 0.05
-"""By how much a step may differ from what was measured for a moment."""
+"""and from what was measured for a moment."""
 _WARM_UP = 2
 _LEAST, _MOST = 3, 30
 """Steps that are timed."""
@@ -104,6 +107,8 @@ def look(
     memory_bytes: int,
     known: Callable[[], dict[str, tuple[Estimate, ...]]],
     alike: int = 1,
+    strategies: Mapping[str, Any] | None = None,
+    techniques: Sequence[Technique] = (),
     watch: Watch = _unwatched,
 ) -> Sight:
     """Make the task; unless its signature is known, time it here and predict how it runs on several devices."""
@@ -116,7 +121,9 @@ def look(
     found = tuple(one for one in known().get(signature, ()) if one.devices in counts)
     is_known = {one.devices for one in found} >= set(counts)
     if not is_known:
-        found = _estimates(training, batch, counts, memory_bytes, alike, begun_s, notices.append, watch)
+        wishes = Wishes(counts=tuple(counts), memory_bytes=memory_bytes, alike=alike, strategies=strategies or {})
+        found = _estimates(training, batch, wishes, begun_s, notices.append, watch)
+        found += tuple(_of_techniques(task, techniques, wishes, device.type, notices.append))
     return Sight(
         signature=signature,
         total_steps=training.total_steps,
@@ -126,16 +133,51 @@ def look(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a look is for."""
+
+    counts: tuple[int, ...]
+    memory_bytes: int
+    alike: int
+    strategies: Mapping[str, Any]
+    """The user's own, by name."""
+
+
+def _of_techniques(
+    task: Task, techniques: Sequence[Technique], wishes: Wishes, kind: str, notice: Notice
+) -> Iterator[Estimate]:
+    """What techniques say of a task; one that raises or says what cannot be is left out."""
+    if task.strategy != "auto":
+        return
+    for technique in techniques:
+        for count in wishes.counts:
+            try:
+                found = checked(technique.search(task, count), technique.name)
+            except Exception as error:  # it is not ours
+                notice(f"the technique {technique.name} is left out on {count} devices: {error}")
+                continue
+            if found is None:
+                continue
+            if found.memory_bytes > wishes.memory_bytes:
+                notice(f"the technique {technique.name} needs more memory than {count} devices have")
+                continue
+            yield Estimate(
+                label=label_of(technique.name, found.knobs),
+                kind=kind,
+                devices=count,
+                step_s=float(found.step_s),
+                spread=TOLD_SPREAD,
+                memory_bytes=found.memory_bytes,
+                measured=False,
+                technique=technique.name,
+            )
+
+
 def _estimates(
-    training: Training,
-    batch: Any,
-    counts: Sequence[int],
-    memory_bytes: int,
-    alike: int,
-    begun_s: float,
-    notice: Notice,
-    watch: Watch,
+    training: Training, batch: Any, wishes: Wishes, begun_s: float, notice: Notice, watch: Watch
 ) -> tuple[Estimate, ...]:
+    counts, memory_bytes = wishes.counts, wishes.memory_bytes
     kind = training.device.type
     graph: Graph | None = None
     steps: Steps | None = None
@@ -160,8 +202,10 @@ def _estimates(
         graph = graph or candidates.captured(training, batch, notice)
         if graph is not None:
             alone_bytes = alone_bytes or candidates.peak_bytes(graph)
-            budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * alike * (single_s or 0.0)))
-            found += candidates.predicted(graph, training, several, memory_bytes, steps, budget_s, notice)
+            budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
+            found += candidates.predicted(
+                graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
+            )
     if steps is not None and 1 in counts:
         alone = Estimate(
             label="single",

@@ -245,10 +245,11 @@ class Worker:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _redirect_output(folder / OUTPUT_FILE)
                 sys.path[:] = command.import_path
-                task = _unpickle(payload, command.task)
                 if isinstance(command, Look):
-                    outcome = self._look(command, task, device)
+                    task, strategies, techniques = _unpickle(payload, command.task)
+                    outcome = self._look(command, task, strategies, techniques, device)
                 else:
+                    task = _unpickle(payload, command.task)
                     gang = _gang_of(command, task, self._settings.kind)
                     outcome = self._try(command, task, device, gang)
         except TaskError as error:
@@ -264,7 +265,7 @@ class Worker:
         if gang is not None:
             gang.part()
 
-    def _look(self, command: Look, task: Any, device: torch.device) -> Looked:
+    def _look(self, command: Look, task: Any, strategies: Any, techniques: Any, device: torch.device) -> Looked:
         from rota.profile.store import EstimateStore
         from rota.runtime.probe import look
 
@@ -275,6 +276,8 @@ class Worker:
             memory_bytes=self._settings.memory_bytes,
             known=EstimateStore(path=Path(command.known)).read,
             alike=command.alike,
+            strategies=strategies,
+            techniques=techniques,
             watch=self._watching(task),
         )
         return Looked(
@@ -352,6 +355,8 @@ def _gang_of(command: Train | Try, task: Any, kind: str) -> Gang | None:
 
 
 def _failed(command: Train | Look | Try, error: TaskError, loop: Loop | None) -> Failed:
+    from rota.runtime.user_code import is_out_of_memory
+
     step = error.step if isinstance(error, DivergedError) else (loop.step if loop else 0)
     return Failed(
         task=command.task,
@@ -360,6 +365,7 @@ def _failed(command: Train | Look | Try, error: TaskError, loop: Loop | None) ->
         reason=str(error),
         diverged=isinstance(error, DivergedError),
         traceback=error.traceback,
+        way=is_out_of_memory(error.__cause__ or error),
     )
 
 
@@ -372,7 +378,7 @@ def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
     else:
         reason = f"rota itself failed with {type(error).__name__}: {error}; please report it with the traceback"
     trace = "".join(traceback.format_exception(error))
-    return Failed(task=command.task, attempt=command.attempt, step=0, reason=reason, traceback=trace)
+    return Failed(task=command.task, attempt=command.attempt, step=0, reason=reason, traceback=trace, way=True)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,6 @@ from rota.runtime.executor import Parts, Weights, check_gradient, numbers_of, ou
 from rota.runtime.gang import Gang, talking
 from rota.strategies.wrapper import Wrapper
 
-__all__ = ["Wrapped", "Wrapper"]
-
 
 class Wrapped:
     """A model inside of PyTorch's wrapper. Each process computes its share of the samples.

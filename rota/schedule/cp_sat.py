@@ -58,6 +58,34 @@ def improve(
 ) -> Outcome:
     """Search for a better schedule; `bound` is one on the objective's measure, and reaching it ends the search."""
     model = _Model(arrays, known, bound)
+    solver = _solver(effort, seed)
+    watch = _Watch(model, value_of(arrays.problem, known), better)
+    status = solver.solve(model.model, watch)
+    optimal = status == cp_model.OPTIMAL
+    if status == cp_model.MODEL_INVALID:
+        raise AssertionError(f"the model is not valid: {model.model.validate()}")
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Outcome(schedule=None, bound=bound, optimal=False)
+    proved = model.measure_bound(solver.best_objective_bound, watch.best)
+    return Outcome(schedule=watch.schedule, bound=min(max(bound, proved), watch.best.objective), optimal=optimal)
+
+
+def within(
+    arrays: Arrays, *, known: Schedule, bound: float, target_s: float, effort: Effort, seed: int = 0
+) -> Schedule | bool | None:
+    """A schedule that ends by a time; False if it is proved that there is none, None if it is not known.
+
+    That a time is too short is often proved much sooner than a bound is raised while searching for the best.
+    """
+    model = _Model(arrays, known, bound)
+    model.end_by(target_s)
+    solver = _solver(effort, seed)
+    watch = _Watch(model, value_of(arrays.problem, known), lambda schedule: None)
+    status = solver.solve(model.model, watch)
+    return False if status == cp_model.INFEASIBLE else watch.schedule
+
+
+def _solver(effort: Effort, seed: int) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed
     solver.parameters.num_workers = effort.workers if effort.work is None else 1
@@ -68,15 +96,7 @@ def improve(
         solver.parameters.max_deterministic_time = effort.work
     if effort.seconds is not None:
         solver.parameters.max_time_in_seconds = max(0.01, effort.seconds)
-    watch = _Watch(model, value_of(arrays.problem, known), better)
-    status = solver.solve(model.model, watch)
-    optimal = status == cp_model.OPTIMAL
-    if status == cp_model.MODEL_INVALID:
-        raise AssertionError(f"the model is not valid: {model.model.validate()}")
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Outcome(schedule=None, bound=bound, optimal=False)
-    proved = model.measure_bound(solver.best_objective_bound, watch.best)
-    return Outcome(schedule=watch.schedule, bound=min(max(bound, proved), watch.best.objective), optimal=optimal)
+    return solver
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):
@@ -289,6 +309,14 @@ class _Model:
                 else:
                     terms.append(round(each) * use.count)
         return sum(terms), _COST_UNITS + sum(one.devices for one in options)
+
+    def end_by(self, target_s: float) -> None:
+        """Any schedule that ends by a time is as good as another."""
+        # Lengths were rounded up: each task before the end of one may have added a tick.
+        lost = 0 if self._time.exact else len(self._starts)
+        self.model.clear_hints()
+        self.model.clear_objective()
+        self.model.add(self._makespan <= math.floor(target_s / self._time.tick_s + 1e-9) + lost + (not self._time.exact))
 
     def measure_bound(self, proved: float, value: Value) -> float:
         """The solver's bound as one on the objective's measure, of schedules that are as late as this value."""

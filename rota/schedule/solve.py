@@ -27,6 +27,12 @@ _CHANGES_PART = 0.15
 _CHANGE_TASK_S = 0.8e-6
 """About what a change takes, for each task; so that the changes end when their time does."""
 
+_NARROW_PART = 0.4
+"""Of the seconds, for asking whether there is a schedule that ends by some time."""
+
+_NARROW = 0.002
+"""Of the bound: what is asked for is no finer."""
+
 _STEP_CHANGES = 300
 _MOST_CHANGES = 200_000
 
@@ -187,6 +193,7 @@ class Search:
 
     def _exact(self) -> None:
         self._anneal()
+        self._narrow()
         if self.done:
             return
         # Loading OR-tools takes half a second, which those who only look at schedules need not wait for.
@@ -222,6 +229,37 @@ class Search:
             stop=lambda: self._left_s() < until_s,
         )
         self._found(found, "anneal")
+
+    def _narrow(self) -> None:
+        """Ask for schedules that end by some time between the bound and the best: there is one, or the bound rises."""
+        from rota.schedule.cp_sat import Effort, within
+
+        problem, seconds = self._arrays.problem, self._limit.seconds
+        if problem.objective != "makespan" or problem.deadlines or seconds is None or self._limit.steps is not None:
+            return
+        until_s = self._left_s() - _NARROW_PART * seconds
+        low_s = high_s = 0.0
+        while self._left_s() > until_s and not self.done:
+            low_s = max(low_s, self.solved.bound)
+            high_s = min(high_s or self.solved.value.objective, self.solved.value.objective)
+            if high_s - low_s < _NARROW * low_s:
+                return
+            target_s = (low_s + high_s) / 2
+            found = within(
+                self._arrays,
+                known=self.solved.schedule,
+                bound=self.solved.bound,
+                target_s=target_s,
+                effort=Effort(seconds=min(self._left_s() - until_s, _NARROW_PART * seconds / 2)),
+                seed=self._seed,
+            )
+            if isinstance(found, Schedule):
+                self._found(found, "cp_sat")
+            elif found is False:
+                self.solved = replace(self.solved, bound=target_s)
+                self._better(self.solved)
+            else:
+                high_s = target_s
 
     def _windows(self) -> None:
         from rota.schedule.cp_sat import Effort

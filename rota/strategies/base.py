@@ -65,6 +65,16 @@ def _with_knobs(function: Callable[..., Plan], **knobs: Any) -> Strategy:
     return functools.partial(function, **knobs) if knobs else function
 
 
+def is_users(label: str) -> bool:
+    """Whether a label names a strategy that was registered in this process."""
+    return label.partition("(")[0] in _USERS
+
+
+def of_users() -> dict[str, Strategy]:
+    """The strategies that were registered in this process, by name."""
+    return {name: _FACTORIES[name]() for name in sorted(_USERS)}
+
+
 def find(text: str) -> Strategy:
     """The strategy that a name, a call or a product of them describes."""
     try:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rota.errors import InputError
 from rota.graph.graph import Graph
 from rota.plan.plan import Plan
 from rota.strategies.base import register
+
+if TYPE_CHECKING:
+    from rota.runtime.executor import Executor, Parts
+    from rota.runtime.gang import Gang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,12 @@ class Wrapper:
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """There is none."""
         raise InputError(f"{self} is PyTorch's own and has no plan to explain; use data or zero")
+
+    def execute(self, parts: Parts, batch: Any, *, gang: Gang, notice: Callable[[str], None]) -> Executor:
+        """What runs the batches."""
+        from rota.runtime.wrapped import Wrapped
+
+        return Wrapped(parts, batch, gang=gang, wrapper=self, notice=notice)
 
     def __str__(self) -> str:
         """As the user writes it."""

@@ -100,7 +100,7 @@ class Scripted:
             free = []
         for task in view.record.tasks.values():
             trained = task.state is TaskState.RUNNING and task.step >= task.began_step + 2
-            if trained and self.place[task.name] < len(SCRIPT) - 1 and not getattr(task, "told", 0) == task.attempt:
+            if trained and self.place[task.name] < len(SCRIPT) - 1 and getattr(task, "told", 0) != task.attempt:
                 task.told = task.attempt
                 self.place[task.name] += 1
                 decisions.append(Switch(task=task.name, reason=f"as {SCRIPT[self.place[task.name]][0]}"))

@@ -27,6 +27,7 @@ from rota.runtime import channel
 from rota.runtime.messages import Beat, Halt, Look, Measured, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.task import Task
+from rota.techniques import registered
 
 # A worker tells every second that it lives. One that says nothing for this long, and does not compute either (a call
 # into C may keep the interpreter busy for minutes), is hung.
@@ -67,8 +68,8 @@ class LocalBackend:
     def look(
         self, device: str, task: Task, *, number: int, folder: Path, counts: Sequence[int], known: Path, alike: int
     ) -> None:
-        """Have the worker of a device find out what a task costs."""
-        payload = _pickled(task)
+        """Have the worker of a device find out what a task costs, also in ways that only this process knows."""
+        payload = _pickled(task, *registered())
         worker = self._worker(device)
         worker.task = task.name
         command = Look(
@@ -204,9 +205,9 @@ class LocalBackend:
             self._signs.append((worker.device.name, WorkerLost(reason=reason, retry=retry)))
 
 
-def _pickled(task: Task) -> bytes:
+def _pickled(task: Task, *beside: Any) -> bytes:
     try:
-        return pickle_task(task)
+        return pickle_task((task, *beside) if beside else task)
     except Exception as error:  # whatever the user's objects raise
         raise TaskError(
             f"task {task.name!r} cannot be sent to its worker ({type(error).__name__}: {error}); create locks, "

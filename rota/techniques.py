@@ -1,0 +1,147 @@
+"""Ways to train a task that rota does not know itself: whatever can search for knobs and execute joins the choice."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rota.errors import InputError
+from rota.task import Task, is_safe_name
+
+if TYPE_CHECKING:
+    from rota.runtime.executor import Executor, Parts
+    from rota.runtime.gang import Gang
+
+ENTRY_POINTS = "rota.techniques"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a technique's search says: how it would run a task, and what that costs."""
+
+    knobs: Mapping[str, Any]
+    """Plain values by name; they come back when it executes."""
+    step_s: float
+    """Seconds of a step."""
+    memory_bytes: int
+    """On the device that needs the most."""
+
+
+class Technique(Protocol):
+    """Something that can train a task on devices."""
+
+    name: str
+
+    def search(self, task: Task, devices: int) -> Found | None:
+        """How it would run a task on so many devices; None if it does not fit. Called in a worker, on one device."""
+        ...
+
+    def execute(self, task: Parts, devices: Gang, knobs: dict[str, Any]) -> Executor:
+        """What runs the batches of a task, in each of the processes that train it together."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A technique with its knobs. A task may have it as its strategy."""
+
+    technique: Technique
+    knobs: Mapping[str, Any]
+
+    def __call__(self, graph: Any, devices: int) -> Any:
+        """It has no plan."""
+        raise InputError(f"{self} is a technique and has no plan to explain")
+
+    def execute(self, parts: Parts, batch: Any, *, gang: Gang, notice: Callable[[str], None]) -> Executor:
+        """What runs the batches."""
+        return self.technique.execute(parts, gang, dict(self.knobs))
+
+    def __str__(self) -> str:
+        """As labels have it."""
+        return label_of(self.technique.name, self.knobs)
+
+
+_KNOWN: dict[str, Technique] = {}
+
+
+def register_technique(technique: Technique) -> Technique:
+    """Let a technique be chosen by `auto`."""
+    name = getattr(technique, "name", None)
+    if not isinstance(name, str) or not is_safe_name(name) or not name.isidentifier():
+        raise InputError(f"a technique needs a name of letters, digits and _, not {name!r}")
+    for method in ("search", "execute"):
+        if not callable(getattr(technique, method, None)):
+            raise InputError(f"the technique {name!r} has no method {method}")
+    _KNOWN[name] = technique
+    return technique
+
+
+def forget_technique(name: str) -> None:
+    """The opposite."""
+    _KNOWN.pop(name, None)
+
+
+def techniques() -> tuple[Technique, ...]:
+    """All that are registered, and those that packages bring."""
+    _load_entry_points()
+    return tuple(_KNOWN.values())
+
+
+def registered() -> tuple[dict[str, Any], tuple[Technique, ...]]:
+    """The strategies and techniques that were registered in this process, for workers, which do not know them."""
+    base = sys.modules.get("rota.strategies.base")  # without it nobody has registered a strategy
+    return {} if base is None else base.of_users(), techniques()
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            made = point.load()
+            register_technique(made() if isinstance(made, type) else made)
+        except Exception as error:  # whatever the package raises when it is imported
+            raise InputError(f"the technique {point.name!r} of {point.value} cannot be loaded: {error}") from error
+
+
+def ready(label: str) -> Ready | None:
+    """The technique that a label names, with its knobs; None if it names none."""
+    name = label.partition("(")[0]
+    technique = _KNOWN.get(name)
+    if technique is None:
+        return None
+    call = ast.parse(label, mode="eval").body
+    knobs = (
+        {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg} if isinstance(call, ast.Call) else {}
+    )
+    return Ready(technique=technique, knobs=knobs)
+
+
+def label_of(name: str, knobs: Mapping[str, Any]) -> str:
+    """A call that names a technique and its knobs."""
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in knobs.items())})"
+
+
+def checked(found: Any, name: str) -> Found | None:
+    """What a search returned, if it is what it should be; InputError says what is wrong with it."""
+    if found is None:
+        return None
+    if not isinstance(found, Found):
+        raise InputError(f"the search of {name} returned {type(found).__name__}; it must return a Found or None")
+    try:
+        plain = json.loads(json.dumps(dict(found.knobs)))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the knobs of {name} are no plain values: {error}") from error
+    if plain != dict(found.knobs) or not all(isinstance(key, str) and key.isidentifier() for key in plain):
+        raise InputError(f"the knobs of {name} are no plain values by name")
+    if not (isinstance(found.step_s, int | float) and math.isfinite(found.step_s) and found.step_s > 0):
+        raise InputError(f"{name} says that a step takes {found.step_s!r} s, which cannot be")
+    if not isinstance(found.memory_bytes, int) or found.memory_bytes < 0:
+        raise InputError(f"{name} says that it needs {found.memory_bytes!r} bytes, which cannot be")
+    return found
