@@ -13,9 +13,9 @@ The curves are compared with the paper's seconds per iteration as its code runs 
 as are best, and FSDP, both with recomputing. The ablation begins where the paper's does: FSDP with recomputing on 4
 devices for each task, in random order.
 
-TXT is looked at on 1 to 8 devices, IMG on 1, 2, 4 and 8. Predictions are kept in the temporary folder, by a digest of the
-code that makes them; the whole takes half an hour without them. Quick takes TXT with batch 16 alone on one node, only some strategies on 1, 2, 4 and 8 devices, no
-ablation, and of the curves batch 8 on 2 and 8 devices.
+TXT is looked at on 1 to 8 devices, IMG on 1, 2, 4 and 8. Predictions are kept in the temporary folder, by a digest of
+the code that makes them; the whole takes half an hour without them. Quick takes TXT with batch 16 alone on one node,
+only some strategies on 1, 2, 4 and 8 devices, no ablation, and of the curves batch 8 on 2 and 8 devices.
 """
 
 from __future__ import annotations

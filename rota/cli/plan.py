@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,13 +17,14 @@ from rota.cluster.device import format_bytes
 from rota.errors import InputError
 from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
-from rota.execute.forecast import Forecast, forecast
-from rota.report.forecast import Case, Listed, forecast_json, forecast_lines
 from rota.report.format import duration
 from rota.report.live import profile_progress
 from rota.schedule.problem import OBJECTIVES, Objective
 from rota.state.files import replacing, write_text
 from rota.sweep import Sweep
+
+if TYPE_CHECKING:
+    from rota.execute.forecast import Forecast
 
 _WIDEST, _NARROWEST = 160, 60
 
@@ -52,6 +54,9 @@ def plan(
 
     A few steps of each kind of task are timed on the devices, and what is learned is kept for `rota run`.
     """
+    # numpy and what needs it: the other commands stay quick
+    from rota.execute.forecast import forecast
+
     if html is not None and not html.absolute().parent.is_dir():
         raise InputError(f"there is no folder {html.parent} to write the page to; create it first")
     cluster = local(devices=devices, memory=memory, kind=kind)
@@ -78,6 +83,8 @@ def plan(
 
 
 def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *, as_json: bool, title: str) -> None:
+    from rota.report.forecast import Case, Listed, forecast_json, forecast_lines
+
     profile = found.profile
     if found.solved is None:
         reasons = "; ".join(dict.fromkeys(f"{name}: {why}" for name, why in profile.failures.items()))

@@ -22,11 +22,8 @@ from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
-from rota.execute.forecast import forecast
 from rota.execute.identity import describe, digest
 from rota.execute.record import RunRecord
-from rota.execute.scheduled import Scheduled
-from rota.execute.solvers import ChildSolver
 from rota.execute.states import RunState, TaskState
 from rota.report.html import write_report
 from rota.report.live import profile_progress, progress_observer
@@ -254,6 +251,11 @@ def _scheduled(
     if not options.profile or (len(cluster.devices) == 1 and options.objective == "makespan"):
         yield
         return
+    # numpy and what needs it: not for those who only look at a run
+    from rota.execute.forecast import forecast
+    from rota.execute.scheduled import Scheduled
+    from rota.execute.solvers import ChildSolver
+
     begin_s = backend.now_s()
     deadlines = {task.name: record.begin_s + task.deadline_s for task in pending if task.deadline_s is not None}
     with profile_progress() if options.progress else contextlib.nullcontext(lambda *told: None) as progress:

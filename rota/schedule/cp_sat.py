@@ -316,7 +316,9 @@ class _Model:
         lost = 0 if self._time.exact else len(self._starts)
         self.model.clear_hints()
         self.model.clear_objective()
-        self.model.add(self._makespan <= math.floor(target_s / self._time.tick_s + 1e-9) + lost + (not self._time.exact))
+        self.model.add(
+            self._makespan <= math.floor(target_s / self._time.tick_s + 1e-9) + lost + (not self._time.exact)
+        )
 
     def measure_bound(self, proved: float, value: Value) -> float:
         """The solver's bound as one on the objective's measure, of schedules that are as late as this value."""

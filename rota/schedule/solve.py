@@ -27,7 +27,7 @@ _CHANGES_PART = 0.15
 _CHANGE_TASK_S = 0.8e-6
 """About what a change takes, for each task; so that the changes end when their time does."""
 
-_NARROW_PART = 0.4
+_NARROW_PART = 0.3
 """Of the seconds, for asking whether there is a schedule that ends by some time."""
 
 _NARROW = 0.002
@@ -250,7 +250,7 @@ class Search:
                 known=self.solved.schedule,
                 bound=self.solved.bound,
                 target_s=target_s,
-                effort=Effort(seconds=min(self._left_s() - until_s, _NARROW_PART * seconds / 2)),
+                effort=Effort(seconds=min(self._left_s() - until_s, _NARROW_PART * seconds / 4)),
                 seed=self._seed,
             )
             if isinstance(found, Schedule):

@@ -117,7 +117,7 @@ def wait_until(condition, process, timeout_s=60.0):
 
 def steps_of(path):
     try:
-        return next(iter(rota.open_run(path).record.tasks.values())).step
+        return max((task.step for task in rota.open_run(path).record.tasks.values()), default=0)
     except rota.RotaError:
         return 0
 
