@@ -146,7 +146,8 @@ class _Model:
 
     def __init__(self, arrays: Arrays, known: Schedule, bound: float) -> None:
         self.arrays = arrays
-        self.model = cp_model.CpModel()
+        # Not all of its methods are typed.
+        self.model: Any = cp_model.CpModel()
         self._time = _Time.of(arrays, known)
         needless = arrays.dominated - {one.option for one in known.placements}
         kept = [option for option in sorted(set(arrays.pair_option.tolist())) if option not in needless]
@@ -312,13 +313,12 @@ class _Model:
 
     def end_by(self, target_s: float) -> None:
         """Any schedule that ends by a time is as good as another."""
+        ticks = target_s / self._time.tick_s
         # Lengths were rounded up: each task before the end of one may have added a tick.
-        lost = 0 if self._time.exact else len(self._starts)
+        latest = math.floor(ticks + 1e-9) if self._time.exact else math.ceil(ticks) + len(self._starts)
         self.model.clear_hints()
         self.model.clear_objective()
-        self.model.add(
-            self._makespan <= math.floor(target_s / self._time.tick_s + 1e-9) + lost + (not self._time.exact)
-        )
+        self.model.add(self._makespan <= latest)
 
     def measure_bound(self, proved: float, value: Value) -> float:
         """The solver's bound as one on the objective's measure, of schedules that are as late as this value."""

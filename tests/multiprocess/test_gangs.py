@@ -220,7 +220,7 @@ sweep = rota.Sweep(tasks=[of(NAME, MODEL)])
 def test_what_auto_does_not_cut_trains_bit_for_bit_as_alone(cli, sweep_file, tmp_path, model):
     head = "import torch, rota\ntorch.manual_seed(0)\n"
     file = sweep_file(text=head + AUTO.replace("of(NAME, MODEL)", f"of('one', {model})"))
-    done = cli.run("run", file, "--devices", "2", "--out", tmp_path / "run", "--json")
+    done = cli.run("run", file, "--devices", "2", "--no-profile", "--out", tmp_path / "run", "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     (task,) = json.loads(done.stdout)["tasks"]
     assert any(notice.startswith("auto: ") for notice in task["notices"])

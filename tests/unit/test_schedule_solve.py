@@ -1,5 +1,6 @@
 """The solver: limits, hints, what is repeatable, what is refused, windows, and the paper's program."""
 
+import dataclasses
 import random
 import time
 
@@ -94,8 +95,8 @@ def test_a_hint_of_another_problem_is_left_out():
     assert solve(problem, limit=Limit(steps=0), clock=still, hints=wrong).by != "hint"
 
 
-def test_an_optimum_is_known_as_one():
-    problem = Problem(
+def six_tasks():
+    return Problem(
         options=tuple(
             Option(tasks=(f"t{i}",), kind="gpu", devices=width, seconds=seconds)
             for i, length_s in enumerate((7, 6, 5, 4, 4, 3))
@@ -103,8 +104,30 @@ def test_an_optimum_is_known_as_one():
         ),
         nodes=cluster(1, 3),
     )
-    solved = solve(problem, limit=Limit(steps=200), clock=still)
+
+
+@pytest.mark.parametrize("limit", [Limit(steps=200), Limit(seconds=20.0)])
+def test_an_optimum_is_known_as_one(limit):
+    solved = solve(six_tasks(), limit=limit, clock=time.monotonic)
     assert solved.gap == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.0 / 3.0])
+def test_that_a_time_is_too_short_is_proved(factor):
+    """With lengths that are whole numbers of a unit, and with others."""
+    from rota.schedule.cp_sat import Effort, within
+
+    whole = six_tasks()
+    options = tuple(dataclasses.replace(one, seconds=one.seconds * factor) for one in whole.options)
+    problem = dataclasses.replace(whole, options=options)
+    best = solve(problem, limit=Limit(steps=200), clock=still)
+    arrays, known = Arrays.of(problem), HEURISTICS["random"](problem, 0)
+    last_s = best.value.makespan_s
+    ask = {"known": known, "bound": 0.0, "effort": Effort(work=20.0)}
+    assert within(arrays, **ask, target_s=last_s * 0.97) is False
+    found = within(arrays, **ask, target_s=last_s * 1.001)
+    check(problem, found)
+    assert value_of(problem, found).makespan_s <= last_s * 1.002
 
 
 def test_nothing_to_do():
