@@ -12,7 +12,7 @@ from rota.execute.backends.base import Sign, WorkerLost
 from rota.execute.preflight import travelling
 from rota.profile.estimate import Estimate
 from rota.profile.likeness import code_key
-from rota.profile.store import EstimateStore
+from rota.profile.store import EstimateStore, Known
 from rota.profile.worth import Alike, Trial, next_trial
 from rota.runtime.messages import Failed, Left, Looked, Tried
 from rota.schedule.problem import Node, Objective
@@ -84,6 +84,7 @@ class _Class:
     signature: str = ""
     known: bool = False
     changed: bool = False
+    looked: tuple[int, ...] = ()
     steps: int = 0
     estimates: tuple[Estimate, ...] = ()
     failure: str = ""
@@ -133,7 +134,13 @@ class Profiler:
         classes = _grouped(tasks, counts)
         self._look_at(classes)
         self._try_out(classes, begun_s)
-        self._store.add({one.signature: one.estimates for one in classes if one.changed and one.estimates})
+        self._store.add(
+            {
+                one.signature: Known(counts=one.looked, estimates=one.estimates)
+                for one in classes
+                if one.changed and one.estimates
+            }
+        )
         return Profile(
             estimates={task.name: one.estimates for one in classes for task in one.tasks if one.estimates},
             steps={task.name: one.steps_of(task) for one in classes for task in one.tasks if one.steps},
@@ -284,7 +291,7 @@ def _take_sight(one: _Class, sign: Any) -> None:
     if isinstance(sign, Looked):
         one.signature, one.known, one.steps = sign.signature, sign.known, sign.total_steps
         one.estimates = tuple(Estimate.from_json(plain) for plain in sign.estimates)
-        one.changed = not sign.known
+        one.changed, one.looked = not sign.known, sign.counts
         one.notices += sign.notices
     else:
         one.failure = sign.reason

@@ -10,16 +10,24 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rota.cluster.device import Device
 from rota.profile.estimate import Estimate
 from rota.state.files import make_private_folder, replacing
 
-FORMAT = 1
+FORMAT = 2
 """Of what is kept. Another number makes everything be measured again."""
 _MOST = 2000
 """Signatures; the oldest are forgotten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What was found out of tasks with one signature."""
+
+    counts: tuple[int, ...]
+    """The numbers of devices that were looked at; for some of them there may be no way."""
+    estimates: tuple[Estimate, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +53,33 @@ class EstimateStore:
         name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
         return cls(path=folder / f"steps-{name}.json")
 
-    def read(self) -> dict[str, tuple[Estimate, ...]]:
-        """signature -> estimates; what cannot be read is measured again."""
+    def read(self) -> dict[str, Known]:
+        """signature -> what is known; what cannot be read is measured again."""
         try:
             plain = json.loads(self.path.read_text(encoding="utf-8"))
             return {
-                str(name): tuple(Estimate.from_json(one) for one in found) for name, found in plain["known"].items()
+                str(name): Known(
+                    counts=tuple(int(count) for count in found["counts"]),
+                    estimates=tuple(Estimate.from_json(one) for one in found["estimates"]),
+                )
+                for name, found in plain["known"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def add(self, found: Mapping[str, Sequence[Estimate]]) -> None:
+    def add(self, found: Mapping[str, Known]) -> None:
         """Keep these; what others have kept meanwhile stays. Without a place to write, nothing is kept."""
         if not found:
             return
-        known: dict[str, Any] = dict(self.read())
-        for name, estimates in found.items():
+        known = self.read()
+        for name, one in found.items():
             known.pop(name, None)
-            known[name] = estimates
-        kept = dict(list(known.items())[-_MOST:])
-        text = json.dumps({"known": {name: [one.to_json() for one in some] for name, some in kept.items()}})
+            known[name] = one
+        plain = {
+            name: {"counts": list(one.counts), "estimates": [way.to_json() for way in one.estimates]}
+            for name, one in list(known.items())[-_MOST:]
+        }
+        text = json.dumps({"known": plain})
         with contextlib.suppress(OSError):
             make_private_folder(self.path.parent)
             with replacing(self.path) as side:

@@ -224,6 +224,8 @@ class Looked:
     """Of the ways in which it can run."""
     known: bool
     """They had been measured before."""
+    counts: tuple[int, ...] = ()
+    """The numbers of devices that were looked at."""
     notices: tuple[str, ...] = ()
 
 

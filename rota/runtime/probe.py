@@ -13,6 +13,7 @@ import torch
 
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
+from rota.profile.store import Known
 from rota.runtime.executor import Eager
 from rota.runtime.gang import Gang
 from rota.runtime.training import Training, Watch
@@ -97,6 +98,8 @@ class Sight:
     estimates: tuple[Estimate, ...]
     known: bool
     notices: tuple[str, ...]
+    counts: tuple[int, ...]
+    """The numbers of devices that were looked at."""
 
 
 def look(
@@ -105,7 +108,7 @@ def look(
     device: torch.device,
     counts: Sequence[int],
     memory_bytes: int,
-    known: Callable[[], dict[str, tuple[Estimate, ...]]],
+    known: Callable[[], dict[str, Known]],
     alike: int = 1,
     strategies: Mapping[str, Any] | None = None,
     techniques: Sequence[Technique] = (),
@@ -118,11 +121,19 @@ def look(
         batch, _ = training.cursor.next()
     signature = signature_of(training, batch)
     notices: list[str] = []
-    found = tuple(one for one in known().get(signature, ()) if one.devices in counts)
-    is_known = {one.devices for one in found} >= set(counts)
+    before = known().get(signature)
+    found: tuple[Estimate, ...] = ()
+    looked = tuple(counts)
+    if before is not None:
+        found = tuple(one for one in before.estimates if one.devices in counts)
+        looked = before.counts
+    alone = [one.step_s for one in found if one.devices == 1]
+    short = bool(alone) and min(alone) * training.total_steps <= WORTH_S
+    is_known = before is not None and (short or set(before.counts) >= set(counts))
     if not is_known:
         wishes = Wishes(counts=tuple(counts), memory_bytes=memory_bytes, alike=alike, strategies=strategies or {})
-        found = _estimates(training, batch, wishes, begun_s, notices.append, watch)
+        found, searched = _estimates(training, batch, wishes, begun_s, notices.append, watch)
+        looked = tuple(counts) if searched else (1,)
         found += tuple(_of_techniques(task, techniques, wishes, device.type, notices.append))
     return Sight(
         signature=signature,
@@ -130,6 +141,7 @@ def look(
         estimates=found,
         known=is_known,
         notices=tuple(notices),
+        counts=looked,
     )
 
 
@@ -176,7 +188,8 @@ def _of_techniques(
 
 def _estimates(
     training: Training, batch: Any, wishes: Wishes, begun_s: float, notice: Notice, watch: Watch
-) -> tuple[Estimate, ...]:
+) -> tuple[tuple[Estimate, ...], bool]:
+    """The ways in which it can run, and whether those on several devices were searched for."""
     counts, memory_bytes = wishes.counts, wishes.memory_bytes
     kind = training.device.type
     graph: Graph | None = None
@@ -195,7 +208,8 @@ def _estimates(
     watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
-    if several and (single_s is None or single_s > WORTH_S):
+    searched = single_s is None or single_s > WORTH_S
+    if several and searched:
         # Loading all that searches takes a second, which short tasks need not wait for.
         from rota.runtime import candidates
 
@@ -218,7 +232,7 @@ def _estimates(
             start_s=max(0.0, steps.start_s - steps.step_s),
         )
         found.insert(0, alone)
-    return tuple(found)
+    return tuple(found), searched
 
 
 def try_out(

@@ -287,6 +287,7 @@ class Worker:
             total_steps=sight.total_steps,
             estimates=tuple(one.to_json() for one in sight.estimates),
             known=sight.known,
+            counts=sight.counts,
             notices=sight.notices,
         )
 
