@@ -93,7 +93,7 @@ class Calibration:
     """(so many devices at work at once, how much longer each takes)"""
     optimizer: tuple[tuple[int, float], ...] = ((0, 0.0), (1, 0.0))
     """(bytes of a parameter, seconds to update it), smallest first"""
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 3 * 2**20
     measured: int = 0
     """The parts of ops, as different as they come, of the programs that it was made for."""
     estimated: int = 0

@@ -16,6 +16,9 @@ from rota.plan.layout import Kind, Step
 from rota.plan.ordering import read
 from rota.plan.program import NodeKind, Program, Value
 
+BUCKET_BYTES = 3 * 2**20
+"""Enough that a latency does not count, and little enough that much is under way before the backward pass ends."""
+
 _JOINED = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 

@@ -17,7 +17,7 @@ from rota.plan.box import Box
 from rota.plan.layout import Kind, Step
 from rota.plan.program import Node, NodeKind, Program, Value
 from rota.runtime import comm
-from rota.runtime.buckets import Bucket, buckets_of, is_even
+from rota.runtime.buckets import BUCKET_BYTES, Bucket, buckets_of, is_even
 from rota.runtime.device_run import DeviceRun, check_state
 from rota.runtime.fused import fuse
 from rota.runtime.pieces import assemble, cut, exchange
@@ -68,7 +68,7 @@ class Engine:
         seed: int = 0,
         plain_random: bool = False,
         compiled: bool = False,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.program = program
         self.rank = rank
