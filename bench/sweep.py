@@ -4,7 +4,7 @@ python -m bench.sweep [--quick] [--json]
 
 Every arm trains the same twelve tasks to their end. The others follow their own schedule, made from what rota has
 measured before (which costs them nothing); rota starts with an empty cache, measures, schedules and trains, and then
-once more with what it knows. With --quick tasks are a tenth as long, and only current practice and rota run: what
+once more with what it knows. With --quick tasks are a fourteenth as long, and only current practice and rota run: what
 profiling takes is then a large part of the whole.
 """
 
@@ -25,7 +25,7 @@ from bench.sweep_tasks import sweep
 from rota.cluster import Cluster, local
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller
-from rota.execute.events import Launched, RunBegan
+from rota.execute.events import RunBegan
 from rota.execute.forecast import Forecast, forecast
 from rota.execute.identity import describe, digest
 from rota.execute.preflight import widths
@@ -34,6 +34,7 @@ from rota.execute.run import RunOptions, Source, run_source
 from rota.execute.scheduled import Scheduled
 from rota.execute.solvers import InlineSolver
 from rota.execute.states import RunState
+from rota.runtime.messages import Began
 from rota.schedule.heuristics import HEURISTICS
 from rota.schedule.replan import intents_of
 from rota.store.journal import Journal, read_events
@@ -50,13 +51,13 @@ class Arm:
 
     seconds: float
     before_s: float
-    """Until the first task started."""
+    """Until the first task began to train."""
 
 
 def main() -> None:
     """Train it all."""
     chosen = harness.options(__doc__)
-    scale, rounds = (0.1, 1) if chosen.quick else (1.0, 2)
+    scale, rounds = (0.05, 1) if chosen.quick else (0.7, 2)
     rules = ("max",) if chosen.quick else RULES
     tasks = sweep(scale)
     cluster = local(devices=2, memory=MEMORY, kind="cpu")
@@ -106,7 +107,13 @@ def _known(tasks: Sweep, cluster: Cluster, place: Path) -> Forecast:
     os.environ["ROTA_CACHE"] = str(place / "cache")
     with closing(LocalBackend(cluster)) as backend:
         return forecast(
-            tasks, cluster=cluster, backend=backend, folder=place / "profile", widths=widths(tasks, cluster)
+            tasks,
+            cluster=cluster,
+            backend=backend,
+            folder=place / "profile",
+            widths=widths(tasks, cluster),
+            thorough=True,
+            worth_s=0.0,
         )
 
 
@@ -164,7 +171,7 @@ def _rota(tasks: Sweep, cluster: Cluster, path: Path, cache: Path) -> Arm:
 
 def _arm(folder: RunFolder, seconds: float) -> Arm:
     events = list(read_events(folder.journal))
-    first_s = next(time_s for time_s, event in events if isinstance(event, Launched))
+    first_s = next(time_s for time_s, event in events if isinstance(event, Began))
     arm = Arm(seconds=seconds, before_s=first_s - events[0][0])
     shutil.rmtree(folder.path)
     return arm

@@ -78,6 +78,7 @@ def plan(
             deadlines={task.name: task.deadline_s for task in sweep if task.deadline_s is not None},
             progress=progress,
             seconds=seconds,
+            thorough=True,
         )
     _tell(sweep, cluster, found, html, as_json=as_json, title=Path(file.partition(":")[0]).stem)
 

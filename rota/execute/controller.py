@@ -83,8 +83,8 @@ class Controller:
         """attempts in which a process lost another: until when the other's own end is waited for, and the symptom"""
         self._stopping: set[str] = set()
         """tasks that the user stopped"""
-        self._switching: dict[str, str] = {}
-        """tasks that leave their devices to go on in another way, and why"""
+        self._switching: dict[str, tuple[str, float]] = {}
+        """tasks that leave their devices to go on in another way: why, and since when"""
         self._unconfirmed: dict[str, Measured] = {}
         self._interrupted = False
         self._asked_s = float("-inf")
@@ -166,7 +166,7 @@ class Controller:
 
     def _switch(self, task: TaskRecord, reason: str) -> None:
         if task.state is TaskState.RUNNING and task.name not in self._stopping and task.name not in self._switching:
-            self._switching[task.name] = reason
+            self._switching[task.name] = (reason, self._backend.now_s())
             self._halt(task, patience_s=_SWITCH_S)
 
     def _enqueue(self, task: TaskRecord) -> None:
@@ -243,11 +243,13 @@ class Controller:
 
     def _after_halt(self, task: TaskRecord) -> None:
         """The task has left its devices: for good if the user stopped it, else until it, or the run, goes on."""
-        reason = self._switching.pop(task.name, None)
+        switching = self._switching.pop(task.name, None)
         if task.name in self._stopping:
             self._note(Stopped(task=task.name, attempt=task.attempt, step=task.saved_step))
-        elif reason is not None and not self._interrupted:
-            self._note(Requeued(task=task.name, attempt=task.attempt, reason=reason))
+        elif switching is not None and not self._interrupted:
+            reason, since_s = switching
+            save_s = self._backend.now_s() - since_s
+            self._note(Requeued(task=task.name, attempt=task.attempt, reason=reason, save_s=save_s))
             self._enqueue(task)
 
     def _release(self, device: str) -> None:

@@ -55,6 +55,8 @@ class Requeued:
     task: str
     attempt: int
     reason: str
+    save_s: float = 0.0
+    """What it took to save itself."""
 
 
 @register

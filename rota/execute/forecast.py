@@ -10,7 +10,7 @@ from pathlib import Path
 from rota.cluster.device import Cluster, format_bytes
 from rota.errors import InputError
 from rota.execute.solvers import ChildSolver
-from rota.profile.estimate import Estimate
+from rota.profile.estimate import WORTH_S, Estimate
 from rota.profile.profiler import Prober, Profile, Profiler, Progress
 from rota.profile.store import EstimateStore
 from rota.report.format import duration
@@ -96,8 +96,14 @@ def forecast(
     progress: Progress = lambda what, done, total: None,
     interrupted: Callable[[], bool] = lambda: False,
     seconds: float | None = None,
+    thorough: bool = False,
+    worth_s: float = WORTH_S,
 ) -> Forecast:
-    """Profile the tasks and schedule them; `done` is how many steps tasks have taken already."""
+    """Profile the tasks and schedule them; `done` is how many steps tasks have taken already.
+
+    `thorough` also looks for ways that would not change the schedule; tasks that one device trains in `worth_s` are not
+    cut.
+    """
     nodes = nodes_of(cluster)
     profiler = Profiler(
         backend=backend,
@@ -106,6 +112,8 @@ def forecast(
         folder=folder,
         store=EstimateStore.of(cache_folder(), cluster.devices),
         objective=objective,
+        thorough=thorough,
+        worth_s=worth_s,
         progress=progress,
         interrupted=interrupted,
     )

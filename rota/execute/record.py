@@ -48,6 +48,10 @@ class TaskRecord:
     began_s: float | None = None
     """When its present attempt began to train."""
     began_step: int = 0
+    switches: int = 0
+    """How often it went on in another way."""
+    switch_s: float = 0.0
+    """What that took: saving, and starting again."""
     step: int = 0
     saved_step: int = 0
     total_steps: int | None = None
@@ -166,6 +170,8 @@ class RunRecord:
         elif isinstance(event, Began):
             task.step = task.saved_step = task.began_step = event.from_step
             task.began_s = time_s
+            if task.switches and task.spans and _was_switched(task):
+                task.switch_s += time_s - task.spans[-1].begin_s
             task.total_steps, task.parameters = event.total_steps, event.parameters
         elif isinstance(event, Measured):
             task.step = max(step for step, _ in event.rows) if event.rows else task.step
@@ -181,6 +187,8 @@ class RunRecord:
             task.step = task.saved_step = event.step
         elif isinstance(event, Requeued):
             self.notices.append((time_s, task.name, event.reason))
+            task.switches += 1
+            task.switch_s += event.save_s
             _close(task, time_s=time_s, end="switched")
             _move(task, TaskState.PENDING)
             task.devices = ()
@@ -218,6 +226,11 @@ class RunRecord:
         if state not in RUN_TRANSITIONS[self.state]:
             raise StoreError(f"the journal moves the run from {self.state} to {state}, which cannot be")
         self.state = state
+
+
+def _was_switched(task: TaskRecord) -> bool:
+    """Whether the attempt before this one ended by a switch."""
+    return any(span.end == "switched" for span in task.spans if span.attempt == task.attempt - 1)
 
 
 def _interrupt(task: TaskRecord, *, time_s: float) -> None:

@@ -235,6 +235,10 @@ def _carry_out(
         journal.close()
 
 
+_GAP = 0.01
+"""To the best possible: with less, nothing better is searched for."""
+
+
 @contextlib.contextmanager
 def _scheduled(
     controller: Controller,
@@ -270,6 +274,7 @@ def _scheduled(
             deadlines={name: at_s - begin_s for name, at_s in deadlines.items()},
             progress=progress,
             interrupted=controller.leaving,
+            seconds=0.0,  # a better one is searched for while the first tasks run
         )
     shutil.rmtree(folder.path / PROFILE_FOLDER, ignore_errors=True)
     for name, text in found.profile.notices:
@@ -289,6 +294,7 @@ def _scheduled(
         deadlines=deadlines,
         own={task.name for task in pending if task.strategy != "auto"},
         intents=[replace(one, start_s=one.start_s + now_s) for one in found.intents],
+        improve=found.solved.gap > _GAP,
     )
     controller.follow(policy)
     try:

@@ -63,8 +63,12 @@ class Scheduled:
         own: Collection[str] = (),
         intents: Sequence[Intent] = (),
         replan: bool = True,
+        improve: bool = False,
     ) -> None:
-        """`own` are tasks whose strategy is the user's own choice. Deadlines are times of the backend's clock."""
+        """`own` are tasks whose strategy is the user's choice; deadlines are times of the backend's clock.
+
+        With `improve`, a better schedule is searched for at once; without `replan`, the first one is followed to its end.
+        """
         self._estimates = dict(estimates)
         self._classes = classes
         self._nodes = nodes
@@ -81,7 +85,7 @@ class Scheduled:
         self._wrong: dict[tuple[str, str, int], float] = {}
         """the same -> by how much its estimate was wrong when it was first seen"""
         self._ended = -1
-        self._due = not intents
+        self._due = improve or not intents
         self._leaving: dict[str, tuple[int, float]] = {}
         """task -> the attempt that is to leave its devices, and when it was told so"""
         self._switch_s = SWITCH_S

@@ -9,6 +9,9 @@ from typing import Any
 
 from rota.schedule.problem import Option
 
+WORTH_S = 20.0
+"""Not worth cutting: a task that one device trains while one looks at others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:

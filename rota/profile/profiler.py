@@ -10,27 +10,34 @@ from typing import Any, Protocol
 from rota.cluster.device import Device
 from rota.execute.backends.base import Sign, WorkerLost
 from rota.execute.preflight import travelling
-from rota.profile.estimate import Estimate
+from rota.profile.estimate import WORTH_S, Estimate
 from rota.profile.likeness import code_key
 from rota.profile.store import EstimateStore, Known
-from rota.profile.worth import Alike, Trial, next_trial
+from rota.profile.worth import Alike, Trial, next_trial, worth_searching
 from rota.runtime.messages import Failed, Left, Looked, Tried
 from rota.schedule.problem import Node, Objective
 from rota.task import Task
 
 _POLL_S = 0.25
-_SHARE = 0.06
+_SHARE = 0.04
 """Of what the tasks take in all: so much may be spent on trials."""
 _LEAST_S = 5.0
-_TRIAL_S = 2.0
-"""What a trial takes, beside its start."""
 
 
 class Prober(Protocol):
     """What a profile needs of the place where tasks run."""
 
     def look(
-        self, device: str, task: Task, *, number: int, folder: Path, counts: Sequence[int], known: Path, alike: int
+        self,
+        device: str,
+        task: Task,
+        *,
+        number: int,
+        folder: Path,
+        counts: Sequence[int],
+        known: Path,
+        alike: int,
+        search: bool,
     ) -> None:
         """Have a worker look at a task; it reports Looked or Failed."""
         ...
@@ -90,6 +97,16 @@ class _Class:
     failure: str = ""
     notices: list[str] = field(default_factory=list)
 
+    def alone_s(self) -> float:
+        """What one device takes for one of them; nothing if it does not do."""
+        alone = [one.step_s for one in self.estimates if one.devices == 1]
+        return min(alone) * self.steps if alone else 0.0
+
+    def alike(self) -> Alike:
+        """As `worth` sees it."""
+        steps = {task.name: self.steps_of(task) for task in self.tasks}
+        return Alike(name=self.name, steps=steps, estimates=self.estimates)
+
     def steps_of(self, task: Task) -> int:
         first = self.tasks[0]
         if task.steps is not None:
@@ -111,6 +128,8 @@ class Profiler:
         folder: Path,
         store: EstimateStore,
         objective: Objective = "makespan",
+        thorough: bool = False,
+        worth_s: float = WORTH_S,
         progress: Progress = lambda what, done, total: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -121,6 +140,8 @@ class Profiler:
         self._folder = folder
         self._store = store
         self._objective: Objective = objective
+        self._thorough = thorough
+        self._worth_s = worth_s
         self._progress = progress
         self._interrupted = interrupted
         self._number = 0
@@ -132,8 +153,11 @@ class Profiler:
         """Look at each kind of task, and then try what matters on several devices."""
         begun_s = self._backend.now_s()
         classes = _grouped(tasks, counts)
-        self._look_at(classes)
-        self._try_out(classes, begun_s)
+        self._look_at(classes, search=False)
+        again = self._worth_searching(classes)
+        if again:
+            self._look_at(again, search=True)
+        self._try_out([one for one in classes if not one.known], classes)
         self._store.add(
             {
                 one.signature: Known(counts=one.looked, estimates=one.estimates)
@@ -154,7 +178,21 @@ class Profiler:
 
     # ---- looking ----
 
-    def _look_at(self, classes: list[_Class]) -> None:
+    def _worth_searching(self, classes: Sequence[_Class]) -> list[_Class]:
+        """Those that one device would take long for, and that may do better on several."""
+        known = [one for one in classes if one.estimates]
+        open_ = {one.name: one for one in known if set(one.counts) - set(one.looked) and one.alone_s() > self._worth_s}
+        if self._thorough:
+            return list(open_.values())
+        found = worth_searching(
+            [one.alike() for one in known],
+            self._nodes,
+            {one.name: one.counts if one.name in open_ else () for one in known},
+            objective=self._objective,
+        )
+        return [open_[name] for name in found if name in open_]
+
+    def _look_at(self, classes: Sequence[_Class], *, search: bool) -> None:
         waiting = list(classes)
         asked: dict[int, _Class] = {}
         while (waiting or asked) and not self._interrupted():
@@ -173,6 +211,7 @@ class Profiler:
                         counts=one.counts,
                         known=self._store.path,
                         alike=len(one.tasks),
+                        search=search,
                     )
                 except Exception as error:  # it cannot be sent; its own launch will say so
                     one.failure = str(error)
@@ -186,31 +225,28 @@ class Profiler:
 
     # ---- trying ----
 
-    def _try_out(self, classes: list[_Class], begun_s: float) -> None:
+    def _try_out(self, new: Sequence[_Class], classes: Sequence[_Class]) -> None:
+        """What was known before has been tried before, or was not worth it."""
         under_way: dict[int, tuple[_Class, Trial]] = {}
-        by_name = {one.name: one for one in classes}
-        budget_s = self._budget_s(classes)
-        while not self._interrupted():
+        by_name = {one.name: one for one in new}
+        until_s = self._backend.now_s() + self._budget_s(classes)
+        while new and not self._interrupted():
             trial = None
-            if self._backend.now_s() - begun_s < budget_s:
-                alike = [
-                    Alike(
-                        name=one.name,
-                        steps={task.name: one.steps_of(task) for task in one.tasks},
-                        estimates=one.estimates,
-                    )
-                    for one in classes
-                    if one.estimates
-                ]
-                besides = [trial for _, trial in under_way.values()]
-                trial = next_trial(alike, self._nodes, objective=self._objective, besides=besides)
+            if self._backend.now_s() < until_s:
+                trial = next_trial(
+                    [one.alike() for one in classes if one.estimates],
+                    self._nodes,
+                    objective=self._objective,
+                    besides=[trial for _, trial in under_way.values()],
+                    among=by_name,
+                )
             if trial is not None and trial.estimate.devices <= len(self._free):
                 one = by_name[trial.alike]
                 number = self._start(one, trial)
                 under_way[number] = (one, trial)
                 continue
             if not under_way:
-                return
+                break
             for number, sign in self._hear():
                 if number in under_way:
                     _take_trial(*under_way.pop(number), sign)
@@ -229,15 +265,14 @@ class Profiler:
         self._backend.try_out(devices, task, number=number, folder=self._folder)
         return number
 
-    @staticmethod
-    def _budget_s(classes: Sequence[_Class]) -> float:
+    def _budget_s(self, classes: Sequence[_Class]) -> float:
         total_s = sum(
             one.steps_of(task) * min(estimate.step_s for estimate in one.estimates)
             for one in classes
             for task in one.tasks
             if one.estimates
         )
-        return max(_LEAST_S, _SHARE * total_s)
+        return max(_LEAST_S, _SHARE * total_s / max(1, len(self._order)))
 
     # ---- devices ----
 
@@ -289,9 +324,9 @@ def _grouped(tasks: Sequence[Task], counts: Callable[[Task], tuple[int, ...]]) -
 
 def _take_sight(one: _Class, sign: Any) -> None:
     if isinstance(sign, Looked):
-        one.signature, one.known, one.steps = sign.signature, sign.known, sign.total_steps
+        one.signature, one.known, one.steps = sign.signature, sign.known and not one.changed, sign.total_steps
         one.estimates = tuple(Estimate.from_json(plain) for plain in sign.estimates)
-        one.changed, one.looked = not sign.known, sign.counts
+        one.changed, one.looked = one.changed or not sign.known, sign.counts
         one.notices += sign.notices
     else:
         one.failure = sign.reason

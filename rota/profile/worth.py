@@ -12,6 +12,7 @@ from rota.schedule.problem import Node, Objective, Problem, Schedule, value_of
 MATTERS = 0.03
 """Of the objective."""
 _ROUGHLY = ("moldable", "longest_first")
+_IDEAL = "ideal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,9 @@ def next_trial(
     *,
     objective: Objective = "makespan",
     besides: Collection[Trial] = (),
+    among: Collection[str] | None = None,
 ) -> Trial | None:
-    """What to measure next; None if nothing that is still uncertain matters. `besides` is being measured."""
+    """What to measure next, `among` these; None if nothing uncertain matters. `besides` is being measured."""
     busy = {(one.alike, one.estimate.label, one.estimate.devices) for one in besides}
     options = _Options(classes)
     problem, schedule = _solved(options, nodes, objective)
@@ -50,7 +52,9 @@ def next_trial(
         (one, estimate)
         for one in classes
         for estimate in one.estimates
-        if not estimate.measured and (one.name, estimate.label, estimate.devices) not in busy
+        if not estimate.measured
+        and (among is None or one.name in among)
+        and (one.name, estimate.label, estimate.devices) not in busy
     ]
     chosen = {(options.owners[place.option][0].name, options.owners[place.option][1]) for place in schedule.placements}
     first = [(one, estimate) for one, estimate in open_ if (one.name, estimate) in chosen]
@@ -67,6 +71,47 @@ def next_trial(
         if gain > MATTERS and (best is None or gain > best[0]):
             best = (gain, Trial(alike=one.name, estimate=estimate))
     return None if best is None else best[1]
+
+
+def worth_searching(
+    classes: Sequence[Alike],
+    nodes: Sequence[Node],
+    counts: Mapping[str, Sequence[int]],
+    *,
+    objective: Objective = "makespan",
+) -> list[str]:
+    """The classes for which it may matter how they run on several devices, the most promising first.
+
+    A way on k devices is thought to be k times as fast, which is seldom more than true. If even that moves the schedule
+    by less than a few percent, nobody need search for it.
+    """
+    problem, schedule = _solved(_Options(classes), nodes, objective)
+    if schedule is None:
+        return [one.name for one in classes]
+    now = value_of(problem, schedule).objective
+    hopeful = [_with_ideals(one, counts[one.name]) for one in classes]
+    options = _Options(hopeful)
+    other, found = _solved(options, nodes, objective)
+    if found is None or value_of(other, found).objective > (1 - MATTERS) * now:
+        return []
+    used: dict[str, float] = {}
+    for place in found.placements:
+        one, estimate = options.owners[place.option]
+        if estimate.label == _IDEAL:
+            used[one.name] = used.get(one.name, 0.0) + other.options[place.option].area_s
+    return sorted(used, key=lambda name: -used[name])
+
+
+def _with_ideals(one: Alike, counts: Sequence[int]) -> Alike:
+    """With a way on each number of devices that has none, as good as can be."""
+    known = {estimate.devices for estimate in one.estimates}
+    best = min(one.estimates, key=lambda estimate: estimate.step_s * estimate.devices)
+    ideals = [
+        replace(best, label=_IDEAL, devices=count, step_s=best.step_s * best.devices / count, measured=False)
+        for count in counts
+        if count not in known
+    ]
+    return replace(one, estimates=(*one.estimates, *ideals))
 
 
 class _Options:

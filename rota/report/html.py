@@ -44,12 +44,13 @@ _ENDS: dict[str, svg.End] = {
     "diverged": "failed",
     "lost": "lost",
     "stopped": "paused",
+    "switched": "paused",
     "interrupted": "paused",
 }
 _BADGE_MEANINGS: dict[svg.End, str] = {
     "failed": "failed or diverged",
     "lost": "worker lost",
-    "paused": "stopped or interrupted",
+    "paused": "stopped, interrupted or switched",
     "open": "still running",
 }
 
@@ -443,6 +444,10 @@ def _result(task: TaskRecord, record: RunRecord) -> list[tuple[str, str]]:
     pairs.append(("steps", _steps(task)))
     if task.step_s is not None:
         pairs.append(("time per step", markup.step_time(task.step_s)))
+    if task.strategy:
+        pairs.append(("strategy", markup.text(task.strategy)))
+    if task.switches:
+        pairs.append(("switches", f"{task.switches}, {duration(task.switch_s)} in all"))
     if task.parameters is not None:
         pairs.append(("parameters", f"{task.parameters:,}"))
     if task.spans:

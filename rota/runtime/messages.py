@@ -43,6 +43,8 @@ class Look:
     """The file of what was measured before."""
     alike: int = 1
     """How many tasks of the sweep cost the same: the more there are, the longer one may look."""
+    search: bool = True
+    """Whether to search for ways to run on several devices; without it, only if one device does not do."""
 
 
 @register

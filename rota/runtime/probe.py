@@ -29,13 +29,13 @@ TOLD_SPREAD = 0.5
 MEASURED_SPREAD = 0.05
 """and from what was measured for a moment."""
 _WARM_UP = 2
+_SLOW_S = 0.2
+"""A step that takes as long as this is warm after one."""
 _LEAST, _MOST = 3, 30
 """Steps that are timed."""
 _TIMED_S = 0.7
-_ENOUGH_S = 5.0
-"""One step is enough where a step takes as long as this."""
-# Not worth cutting: a task that one device trains while one looks at others.
-WORTH_S = 20.0
+_ENOUGH_S = 1.5
+"""That is enough, however few steps it were."""
 _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
 _TIGHT = 0.5
@@ -65,10 +65,9 @@ def timed(
     start_s = 0.0
     number = 0
     while True:
-        wish = number < _WARM_UP or not (
-            len(times) >= _MOST
-            or (len(times) >= _LEAST and sum(times) >= _TIMED_S)
-            or (times and sum(times) >= _ENOUGH_S)
+        spent_s = sum(times)
+        wish = not times or not (
+            len(times) >= _MOST or (len(times) >= _LEAST and spent_s >= _TIMED_S) or spent_s >= _ENOUGH_S
         )
         if not more(wish):
             break
@@ -81,7 +80,7 @@ def timed(
         took_s = time.perf_counter() - step_begun_s
         if number == 0:
             start_s = time.perf_counter() - begun_s
-        if number >= _WARM_UP or took_s >= _ENOUGH_S:
+        if number >= (_WARM_UP if took_s < _SLOW_S else 1) or took_s >= _ENOUGH_S:
             times.append(took_s)
         number += 1
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
@@ -110,6 +109,7 @@ def look(
     memory_bytes: int,
     known: Callable[[], dict[str, Known]],
     alike: int = 1,
+    search: bool = True,
     strategies: Mapping[str, Any] | None = None,
     techniques: Sequence[Technique] = (),
     watch: Watch = _unwatched,
@@ -127,11 +127,17 @@ def look(
     if before is not None:
         found = tuple(one for one in before.estimates if one.devices in counts)
         looked = before.counts
-    alone = [one.step_s for one in found if one.devices == 1]
-    short = bool(alone) and min(alone) * training.total_steps <= WORTH_S
-    is_known = before is not None and (short or set(before.counts) >= set(counts))
+    needed = set(counts) if search else {1} & set(counts) or set(counts)
+    is_known = before is not None and set(before.counts) >= needed
     if not is_known:
-        wishes = Wishes(counts=tuple(counts), memory_bytes=memory_bytes, alike=alike, strategies=strategies or {})
+        wishes = Wishes(
+            counts=tuple(counts),
+            memory_bytes=memory_bytes,
+            alike=alike,
+            search=search or 1 not in counts,
+            alone=next((one for one in found if one.devices == 1 and one.measured), None),
+            strategies=strategies or {},
+        )
         found, searched = _estimates(training, batch, wishes, begun_s, notices.append, watch)
         looked = tuple(counts) if searched else (1,)
         found += tuple(_of_techniques(task, techniques, wishes, device.type, notices.append))
@@ -152,6 +158,10 @@ class Wishes:
     counts: tuple[int, ...]
     memory_bytes: int
     alike: int
+    search: bool
+    """Whether one device alone does not answer it."""
+    alone: Estimate | None
+    """What is known of one device."""
     strategies: Mapping[str, Any]
     """The user's own, by name."""
 
@@ -203,12 +213,14 @@ def _estimates(
         graph = candidates.captured(training, batch, notice)
         if graph is not None:
             alone_bytes = candidates.peak_bytes(graph)
-    if alone_bytes <= memory_bytes:
+    if wishes.alone is not None:
+        steps = Steps(step_s=wishes.alone.step_s, spread=wishes.alone.spread, start_s=wishes.alone.start_s)
+    elif alone_bytes <= memory_bytes:
         steps = timed(training, begun_s=begun_s, watch=watch)
     watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
-    searched = single_s is None or single_s > WORTH_S
+    searched = single_s is None or wishes.search
     if several and searched:
         # Loading all that searches takes a second, which short tasks need not wait for.
         from rota.runtime import candidates
@@ -229,7 +241,7 @@ def _estimates(
             spread=max(steps.spread, MEASURED_SPREAD),
             memory_bytes=alone_bytes,
             measured=True,
-            start_s=max(0.0, steps.start_s - steps.step_s),
+            start_s=max(0.0, steps.start_s - steps.step_s) if wishes.alone is None else steps.start_s,
         )
         found.insert(0, alone)
     return tuple(found), searched

@@ -276,6 +276,7 @@ class Worker:
             memory_bytes=self._settings.memory_bytes,
             known=EstimateStore(path=Path(command.known)).read,
             alike=command.alike,
+            search=command.search,
             strategies=strategies,
             techniques=techniques,
             watch=self._watching(task),

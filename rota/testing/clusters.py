@@ -17,13 +17,16 @@ from rota.execute.record import RunRecord
 from rota.execute.scheduled import Scheduled
 from rota.execute.solvers import InlineSolver
 from rota.profile.estimate import Estimate
-from rota.schedule.problem import Node, Objective
+from rota.schedule.problem import Node, Objective, Problem, Schedule
 from rota.schedule.replan import Left, intents_of, problem_of
 from rota.schedule.solve import Limit, solve
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
 from rota.task import Task
+
+_STEPS = 1000
+"""Of a task that is replayed: a checkpoint is taken after each fortieth of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,37 @@ def play(
             journal.close()
     ends = [span.end_s or 0.0 for task in record.tasks.values() for span in task.spans]
     return Played(makespan_s=max(ends), switches=getattr(scheduled, "switches", 0), record=record)
+
+
+def replay(problem: Problem, schedule: Schedule, *, replan: bool = False, steps: int = 2) -> Played:
+    """Run a schedule on the virtual clock, each task as long as its option says; `replan` lets it be improved."""
+    tasks = []
+    for task in problem.tasks:
+        options = [problem.options[index] for index in problem.options_of[task]]
+        ways = tuple(
+            Estimate(
+                label=option.label,
+                kind=option.kind,
+                devices=option.devices,
+                step_s=option.seconds / _STEPS,
+                spread=0.05,
+                memory_bytes=option.memory_bytes,
+                measured=True,
+                spans=option.spans,
+            )
+            for option in options
+        )
+        tasks.append(FakeTask(name=task, steps=_STEPS, ways=ways))
+    policy = Scheduled(
+        estimates={task.name: task.ways for task in tasks},
+        classes={task.name: task.name for task in tasks},
+        nodes=problem.nodes,
+        solver=InlineSolver(steps=steps),
+        objective=problem.objective,
+        intents=intents_of(problem, schedule, now_s=0.0),
+        replan=replan,
+    )
+    return play(tasks, problem.nodes, policy=policy, start_s=0.0)
 
 
 def _scheduled(

@@ -139,6 +139,8 @@ def test_a_task_that_switches_trains_what_one_that_does_not_trains(name, tmp_pat
     launched = [event.strategy for event in events if isinstance(event, Launched)]
     assert launched == [strategy for strategy, _ in SCRIPT]
     assert sum(isinstance(event, Requeued) for event in events) == len(SCRIPT) - 1
+    assert record.tasks[name].switches == len(SCRIPT) - 1
+    assert 0 < record.tasks[name].switch_s < 60
     expected = plain.train(task).model.state_dict()
     found = load_file(folder.model(name))
     for key, value in expected.items():

@@ -66,7 +66,16 @@ class LocalBackend:
         self._send(devices, task, Try, attempt=number, folder=folder)
 
     def look(
-        self, device: str, task: Task, *, number: int, folder: Path, counts: Sequence[int], known: Path, alike: int
+        self,
+        device: str,
+        task: Task,
+        *,
+        number: int,
+        folder: Path,
+        counts: Sequence[int],
+        known: Path,
+        alike: int,
+        search: bool,
     ) -> None:
         """Have the worker of a device find out what a task costs, also in ways that only this process knows."""
         payload = _pickled(task, *registered())
@@ -80,6 +89,7 @@ class LocalBackend:
             counts=tuple(counts),
             known=str(known),
             alike=alike,
+            search=search,
         )
         worker.send(command, payload)
 

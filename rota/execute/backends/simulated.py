@@ -22,6 +22,8 @@ class SimulatedTask:
     """Steps between reports of metrics."""
     save_every: int = 10
     """Steps between checkpoints."""
+    start_s: float | None = None
+    """What its start takes; None for what starts take in general."""
     fails_at: int | None = None
     """The step at which its own code raises."""
 
@@ -78,12 +80,13 @@ class SimulatedBackend:
         """Begin the task after the time that starting takes, from its last checkpoint; the first device reports."""
         for device in devices:
             assert device not in self._running, f"{device} is busy"
+        plan = self._plan_of(task, len(devices))
         run = _Running(
             task=task.name,
             attempt=attempt,
-            plan=self._plan_of(task, len(devices)),
+            plan=plan,
             from_step=self._saved.get(task.name, 0),
-            begin_s=self._now_s + self._start_s,
+            begin_s=self._now_s + (self._start_s if plan.start_s is None else plan.start_s),
             devices=tuple(devices),
         )
         for device in devices:
