@@ -67,7 +67,7 @@ class Scheduled:
     ) -> None:
         """`own` are tasks whose strategy is the user's choice; deadlines are times of the backend's clock.
 
-        With `improve`, a better schedule is searched for at once; without `replan`, the first one is followed to its end.
+        With `improve`, a better schedule is searched for at once; without `replan`, the first one is kept to its end.
         """
         self._estimates = dict(estimates)
         self._classes = classes
