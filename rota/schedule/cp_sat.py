@@ -274,7 +274,10 @@ class _Model:
             measure, self._most = sum(self._ends), time.horizon * len(self._ends)
         else:
             cost, most = self._cost()
-            measure, self._most = cost * (time.horizon + 1) + self._makespan, (most + 1) * (time.horizon + 1)
+            # With deadlines the three together would not fit into 63 bits; then equal costs may end at any time.
+            self._cost_weight = 1 if problem.deadlines else time.horizon + 1
+            measure = cost if problem.deadlines else cost * self._cost_weight + self._makespan
+            self._most = (most + 1) * self._cost_weight
         self._late_weight = self._most + 1
         late = []
         numbers = {task: index for index, task in enumerate(problem.tasks)}
@@ -337,7 +340,7 @@ class _Model:
         if self.arrays.problem.objective == "completion":
             return max(0.0, math.ceil(proved - 1e-6) / tasks - lost) * time.tick_s
         devices = int(self.arrays.sizes.sum())
-        return max(0.0, proved // (time.horizon + 1) - tasks * devices) * self._cost_unit
+        return max(0.0, proved // self._cost_weight - tasks * devices) * self._cost_unit
 
     def schedule(self, value: Callable[[Any], int]) -> Schedule:
         """From the values of the variables: the same order and nodes, each as early as it can be.

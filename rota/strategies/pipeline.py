@@ -24,7 +24,7 @@ Order = Literal["1f1b", "gpipe", "interleaved"]
 Rates = tuple[float, float]
 """What it takes to send a tensor: in any case, and for each byte."""
 _SEND_S: Rates = (5e-4, 1e-9)
-_SEND_WORK: Rates = (1e7, 40.0)
+_SEND_WORK: Rates = (0.0, 40.0)
 """In multiplications, as `op_cost` counts."""
 
 

@@ -11,7 +11,7 @@ from rota.errors import MessageError
 from rota.execute.events import Launched, RunBegan, RunResumed
 from rota.runtime.messages import Beat, Measured, Shutdown
 
-LAUNCHED = {"task": "a", "attempt": 1, "devices": ["cpu:0"]}
+LAUNCHED = {"task": "a", "attempt": 1, "devices": ["cpu:0"], "strategy": ""}
 
 
 def test_the_kind_is_the_name_of_the_class_and_the_text_is_its_fields():

@@ -213,3 +213,16 @@ def test_dominated_options_are_those_that_take_no_less_and_last_no_less():
     shapes = [(1, 10.0), (2, 6.0), (2, 7.0), (4, 6.0), (4, 3.0)]
     options = tuple(Option(tasks=("t",), kind="gpu", devices=width, seconds=length_s) for width, length_s in shapes)
     assert Arrays.of(Problem(options=options, nodes=cluster(1))).dominated == {2, 3}
+
+
+def test_deadlines_that_are_long_past_and_a_cost_fit_into_the_solvers_numbers():
+    """Found by hypothesis: the weights of lateness, cost and makespan together overflowed."""
+    lone = [Option(tasks=(task,), kind="a", devices=1, seconds=s) for task in ("t0", "t1") for s in (1.0, 16.9375)]
+    both = Option(tasks=("t0", "t1"), kind="a", devices=1, seconds=1.0)
+    problem = Problem(
+        options=(*lone, both),
+        nodes=(Node(name="n", kind="a", devices=("n0",)),),
+        objective="cost",
+        deadlines={"t0": 0.0, "t1": 0.0},
+    )
+    assert solve(problem, limit=Limit(steps=1), clock=lambda: 0.0).value.late_s == 2.0
