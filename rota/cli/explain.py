@@ -14,6 +14,7 @@ from rota.cli.options import json_option, print_json
 from rota.cli.sweep_file import load_source
 from rota.cluster.device import parse_bytes
 from rota.errors import InputError
+from rota.execute.preflight import first_graph
 from rota.state.files import replacing, write_text
 from rota.sweep import Sweep
 from rota.task import Task
@@ -66,7 +67,7 @@ def explain(
     make = find(strategy)
     if microbatches is not None:
         make = with_microbatches(make, microbatches)
-    graph = _graph(task)
+    graph = first_graph(task)
     found = None
     if isinstance(make, Auto):
         found = _search(graph, devices, memory_bytes if make.memory is None else parse_bytes(make.memory))
@@ -122,28 +123,3 @@ def _search(graph: Graph, devices: int, memory_bytes: int | None) -> Search:
     if shown:
         click.echo(f"\r{'':{_NARROWEST}}\r", err=True, nl=False)
     return found
-
-
-def _graph(task: Task) -> Graph:
-    """The graph of the task's first step, with its model and batch made as a worker makes them."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    from rota.graph.capture import capture
-    from rota.runtime.training import Training
-    from rota.runtime.user_code import calling
-
-    training = Training(task, device=torch.device("cpu"))
-    with calling("reading the training data"):
-        batch, _ = training.cursor.next()
-
-    def precise(value: Any) -> Any:
-        is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.double() if is_real and task.precision == "float64" else value
-
-    def loss(model: torch.nn.Module, batch: Any) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=task.precision == "bfloat16"):
-            return task.loss(model, batch)
-
-    batch = pytree.tree_map(precise, batch)
-    return capture(training.model, batch, loss if task.precision == "bfloat16" else task.loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 
 from rota.cluster.kinds import arithmetic_of
 from rota.errors import InputError, RotaError
-from rota.execute.backends.pickling import pickle_task
 from rota.execute.preflight import first_step
+from rota.profile.likeness import making_key
 from rota.profile.predict import Subject, digest_of
 from rota.runtime.planned import needs_of
 from rota.runtime.training import Training
@@ -38,7 +37,7 @@ def profiled(sweep: Sweep, *, notice: Callable[[str], None] = lambda sentence: N
     """The tasks in their order; InputError names one that cannot be made or captured."""
     groups: dict[str, list[Task]] = {}
     for task in sweep:
-        groups.setdefault(_likeness(task), []).append(task)
+        groups.setdefault(making_key(task), []).append(task)
     known: dict[Subject, Subject] = {}
     found: dict[str, Profiled] = {}
     for tasks in groups.values():
@@ -59,15 +58,6 @@ def moments_of(optimizer: torch.optim.Optimizer) -> float:
     if name == "RMSprop":
         return 1.0 + bool(settings.get("momentum")) + bool(settings.get("centered"))
     return _MOMENTS.get(name, 2.0 + bool(settings.get("amsgrad")))
-
-
-def _likeness(task: Task) -> str:
-    """Equal for tasks whose model, data and loss are made by the same code from the same values."""
-    try:
-        made = pickle_task((task.model, task.data, task.loss))
-    except Exception:  # whatever the user's objects raise; it is told when the task is to travel
-        return f"alone {task.name}"
-    return f"{task.precision} {hashlib.sha256(made).hexdigest()}"
 
 
 def _of_group(tasks: list[Task]) -> list[Profiled]:

@@ -95,7 +95,9 @@ class Problem:
     def can_run(self, option: Option) -> bool:
         """Whether there are devices enough for an option."""
         if option.held:
-            return all(device in self.node_of for device in option.held)
+            nodes = {self.node_of[device].name for device in option.held if device in self.node_of}
+            there = all(device in self.node_of for device in option.held) and len(option.held) == option.devices
+            return there and (option.spans or len(nodes) == 1)
         sizes = [len(node.devices) for node in self.fitting(option)]
         return (sum(sizes) if option.spans else max(sizes, default=0)) >= option.devices
 
@@ -177,6 +179,8 @@ def check_problem(problem: Problem) -> None:
     names = [device for node in problem.nodes for device in node.devices]
     if len(set(names)) != len(names):
         raise InputError("two devices of the cluster have the same name")
+    if len({node.name for node in problem.nodes}) != len(problem.nodes):
+        raise InputError("two nodes of the cluster have the same name")
     if problem.objective not in OBJECTIVES:
         raise InputError(f"the objective {problem.objective!r} is unknown; it can be {', '.join(OBJECTIVES)}")
     for option in problem.options:
