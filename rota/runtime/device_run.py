@@ -116,6 +116,9 @@ class DeviceRun:
                 continue
             if divisor > 1:
                 gradient = gradient / divisor
+            if gradient.stride() != parameter.stride():
+                # As autograd does it for leaves: fused optimizers take both in the order of memory.
+                gradient = torch.empty_like(parameter).copy_(gradient)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     # ---- a step ----

@@ -25,8 +25,8 @@ precision = getattr(torch, sys.argv[6])
 torch.set_num_threads(1)
 comm.connect(rank=rank, size=size, store=dist.FileStore(store, size), timeout_s=120)
 groups = comm.Groups()
-# In single precision, where a gradient is zero but for rounding, the default eps of 1e-8 would make anything of it.
-adamw = lambda pieces: torch.optim.AdamW(pieces, lr=1e-2, eps=1e-8 if precision is torch.float64 else 1e-3)
+# Where a gradient is zero but for rounding (that of a key's bias), the default eps of 1e-8 would make anything of it.
+adamw = lambda pieces: torch.optim.AdamW(pieces, lr=1e-2, eps=1e-6 if precision is torch.float64 else 1e-3)
 found = {}
 for family in families.split(","):
     specimen = zoo.make(family, batch=8)
@@ -34,6 +34,8 @@ for family in families.split(","):
         specimen = specimen.in_doubles()
     model, batch = specimen.model, specimen.batch
     graph = capture(model, batch, specimen.loss)
+    # Some models compute their loss in single precision whatever they are in; what cuts the loss sums that otherwise.
+    own = precision is torch.float64 and any(tensor.dtype == "float32" for tensor in graph.tensors.values())
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     alone = InProcess(find("single")(graph, 1).compile(), state, seed=3)
     alone.optimize(adamw)
@@ -57,7 +59,8 @@ for family in families.split(","):
             shape = program.refined.shape(name)
             part = cut(whole, program.refined.factors[name], Box.whole(shape), piece.box)
             worst = max(worst, float((part - one).detach().abs().max() / whole.abs().max().clamp(min=1e-3)))
-        found[f"{family}: {text}"] = worst
+        in_loss = own and ("vocabulary" in text or "interlaced" in text)
+        found[f"{family}{' in its single precision' if in_loss else ''}: {text}"] = worst
 comm.disconnect()
 print(json.dumps(found))
 """
@@ -91,6 +94,7 @@ FOUR = (
     "zero(2) * tensor(2)",
     "zero(2) * pipeline(2, microbatches=2)",
 )
+SINGLE = 1e-4
 # Few and small here; the whole matrix takes a while.
 DEEP = "ROTA_DEEP" in os.environ
 FAMILIES = "gpt,gpt2,llama,t5,vit,swin,evoformer,resnet,mixture,bert,mbart"
@@ -131,7 +135,7 @@ def check(found, *, within):
             if isinstance(difference, str):
                 assert name.split(": ")[1] not in NEVER_REFUSED, difference
             else:
-                assert difference < within, name
+                assert difference < (SINGLE if "single precision" in name else within), name
                 trained += 1
     assert trained
 
@@ -151,7 +155,7 @@ def test_ten_steps_over_processes_equal_ten_steps_of_one_device(tmp_path, size, 
 
 @pytest.mark.timeout(140)
 def test_in_single_precision_they_are_near(tmp_path):
-    check(run_ranks(tmp_path, 2, "gpt", ("data", "tensor", "zero(stage=3)"), "float32", timeout_s=130), within=1e-4)
+    check(run_ranks(tmp_path, 2, "gpt", ("data", "tensor", "zero(stage=3)"), "float32", timeout_s=130), within=SINGLE)
 
 
 @pytest.mark.skipif(not DEEP, reason="the whole matrix is for make test-deep")
