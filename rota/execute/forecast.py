@@ -128,6 +128,8 @@ def forecast(
         for task in sweep
         if task.name in profile.estimates
     ]
+    for name, why in profile.unfit.items():
+        raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
     problem = problem_of(left, nodes, objective=objective, deadlines=deadlines)
     _check_fits(problem, nodes, profile.estimates)
     begun_s = time.monotonic()

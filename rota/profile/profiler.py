@@ -70,6 +70,8 @@ class Profile:
     """task -> the first one that costs the same"""
     failures: Mapping[str, str]
     """task -> why nothing is known of it"""
+    unfit: Mapping[str, str]
+    """task -> why there is no way to run it on these devices"""
     notices: tuple[tuple[str, str], ...]
     """(task, text)"""
     spent_s: float
@@ -95,6 +97,7 @@ class _Class:
     steps: int = 0
     estimates: tuple[Estimate, ...] = ()
     failure: str = ""
+    unfit: str = ""
     notices: list[str] = field(default_factory=list)
 
     def alone_s(self) -> float:
@@ -170,6 +173,7 @@ class Profiler:
             steps={task.name: one.steps_of(task) for one in classes for task in one.tasks if one.steps},
             classes={task.name: one.name for one in classes for task in one.tasks},
             failures={task.name: one.failure for one in classes for task in one.tasks if one.failure},
+            unfit={task.name: one.unfit for one in classes for task in one.tasks if one.unfit},
             notices=tuple((one.name, text) for one in classes for text in one.notices),
             spent_s=self._backend.now_s() - begun_s,
             looked=sum(not one.known for one in classes),
@@ -328,6 +332,7 @@ def _take_sight(one: _Class, sign: Any) -> None:
         one.estimates = tuple(Estimate.from_json(plain) for plain in sign.estimates)
         one.changed, one.looked = one.changed or not sign.known, sign.counts
         one.notices += sign.notices
+        one.unfit = "" if one.estimates else "; ".join(sign.notices)
     else:
         one.failure = sign.reason
 

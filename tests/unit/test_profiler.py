@@ -140,3 +140,20 @@ def test_a_store_that_is_damaged_is_empty(tmp_path):
     path = tmp_path / "steps.json"
     path.write_text('{"known": {"s": {"counts": [1], "estimates": [{"label": 1}]}}}')
     assert EstimateStore(path=path).read() == {}
+
+
+def test_a_task_that_no_way_fits_says_why(tmp_path):
+    def look(task, search):
+        return Looked(
+            task=task.name,
+            attempt=1,
+            signature="s",
+            total_steps=9,
+            estimates=(),
+            known=False,
+            counts=(1, 2),
+            notices=("auto on 2 devices: the smallest needs 3 GiB",),
+        )
+
+    profile, _ = profiled(Workers(look=look), [task_of("big", 1e-3)], tmp_path)
+    assert profile.unfit == {"big": "auto on 2 devices: the smallest needs 3 GiB"}
