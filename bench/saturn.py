@@ -38,10 +38,11 @@ from bench import harness
 from bench.saturn_models import GPT2, GPTJ, RESNET, VITG, Model
 from rota.cluster.kinds import KINDS
 from rota.errors import RotaError
-from rota.profile.estimate import Estimate, option_of
+from rota.profile.estimate import Estimate
 from rota.profile.predict import Subject, digest_of, predict
 from rota.schedule.child import solve_in_child
 from rota.schedule.heuristics import HEURISTICS
+from rota.schedule.options import option_of
 from rota.schedule.problem import Node, Option, Placement, Problem, Schedule, check, check_problem, makespan_s
 from rota.schedule.solve import Limit
 from rota.testing.clusters import replay

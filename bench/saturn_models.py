@@ -12,7 +12,7 @@ from torch import nn
 
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
-from rota.testing.models import GPT, Block
+from rota.testing.models import GPT, ViT
 
 CONTEXT = 512
 """Tokens in a sample: what the public code of the paper takes."""
@@ -39,26 +39,13 @@ class Model:
         return capture(model.train(), rows, self.loss)
 
 
-class LargeViT(nn.Module):
+class LargeViT(ViT):
     """A vision transformer with a feed-forward layer of its own width."""
 
-    def __init__(self, *, width: int, depth: int, heads: int, inner: int, patch: int, classes: int = 1000) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
-        self.positions = nn.Parameter(torch.zeros(1, (_PIXELS // patch) ** 2, width))
-        self.blocks = nn.ModuleList(Block(width=width, heads=heads, causal=False) for _ in range(depth))
+    def __init__(self, *, width: int, depth: int, heads: int, inner: int, patch: int) -> None:
+        super().__init__(image=_PIXELS, patch=patch, width=width, depth=depth, heads=heads, classes=1000, channels=3)
         for block in self.blocks:
             block.fc1, block.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """The logits of the classes."""
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x).mean(dim=1))
-        return logits
 
 
 class Bottleneck(nn.Module):

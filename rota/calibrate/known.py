@@ -18,7 +18,7 @@ import torch
 from rota.cluster.discover import cpu_label
 from rota.plan.costs import LinkCost
 from rota.plan.layout import Kind
-from rota.state.files import make_private_folder, replacing
+from rota.state.files import write_private
 
 FORMAT = 2
 """Of what is kept. Another number makes everything be measured again."""
@@ -168,8 +168,4 @@ class Store:
             self.known.updates = {**others.updates, **self.known.updates}
         text = json.dumps({"machine": dict(self.machine), **self.known.to_json()})
         with contextlib.suppress(OSError):
-            make_private_folder(self.path.parent)
-            with replacing(self.path) as side:
-                handle = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
+            write_private(self.path, text)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rota.cli.options import json_option, print_json
+from rota.cli.options import json_option, print_json, saying, terminal_width
 from rota.cli.sweep_file import load_source
 from rota.cluster.device import parse_bytes
 from rota.errors import InputError
-from rota.execute.preflight import first_graph
 from rota.state.files import replacing, write_text
 from rota.sweep import Sweep
 from rota.task import Task
@@ -22,8 +19,6 @@ from rota.task import Task
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
     from rota.search.search import Search
-
-_WIDEST, _NARROWEST = 160, 60
 
 
 @click.command(short_help="Show how a task's model would be cut over devices.")
@@ -61,6 +56,7 @@ def explain(
     from rota.plan.explanation import summarise
     from rota.report.timeline import timeline
     from rota.report.trace import trace_events
+    from rota.runtime.first_step import first_graph
     from rota.strategies.auto import Auto
     from rota.strategies.base import find, with_microbatches
 
@@ -88,7 +84,7 @@ def explain(
             settings |= found.to_json()
         print_json(settings | explanation.to_json())
         return
-    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+    width = terminal_width()
     if found is not None:
         click.echo("\n".join(["candidates", *found.table(), ""]))
         strategy = f"{found.chosen.text} (chosen by {strategy})"
@@ -113,13 +109,5 @@ def _search(graph: Graph, devices: int, memory_bytes: int | None) -> Search:
     """What there is to choose from; on a terminal it says what it looks at."""
     from rota.search.search import search
 
-    shown = sys.stderr.isatty()
-
-    def notice(sentence: str) -> None:
-        if shown:
-            click.echo(f"\r{sentence[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
-
-    found = search(graph, devices, memory_bytes=memory_bytes, notice=notice)
-    if shown:
-        click.echo(f"\r{'':{_NARROWEST}}\r", err=True, nl=False)
-    return found
+    with saying() as say:
+        return search(graph, devices, memory_bytes=memory_bytes, notice=say)

@@ -1,15 +1,28 @@
-"""Options that several commands share."""
+"""What several commands share: options, the width of a terminal, a line that says what is being done."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from rota.schedule.problem import OBJECTIVES
+
+_WIDEST, _NARROWEST = 160, 60
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+objective_option = click.option(
+    "--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts."
+)
+profile_option = click.option(
+    "--no-profile", is_flag=True, help="Measure nothing before the run; the longest tasks go first."
+)
 run_argument = click.argument("run", required=False)
 
 
@@ -38,3 +51,25 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
     return value
+
+
+def terminal_width() -> int:
+    """How wide what is printed may be."""
+    return min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+
+
+@contextmanager
+def saying() -> Iterator[Callable[[str], None]]:
+    """Says on a terminal what is being looked at, in a line that is gone afterwards."""
+    shown = sys.stderr.isatty()
+
+    def say(sentence: str) -> None:
+        if shown:
+            click.echo(f"\r{sentence[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
+
+    try:
+        yield say
+    finally:
+        say("")
+        if shown:
+            click.echo("\r", err=True, nl=False)

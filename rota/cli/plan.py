@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rota.cli.options import device_options, json_option, print_json
+from rota.cli.options import device_options, json_option, objective_option, print_json, terminal_width
 from rota.cli.sweep_file import load_source
 from rota.cluster import Cluster, local
 from rota.cluster.device import format_bytes
@@ -19,20 +18,18 @@ from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
 from rota.report.format import duration
 from rota.report.live import profile_progress
-from rota.schedule.problem import OBJECTIVES, Objective
+from rota.schedule.problem import Objective
 from rota.state.files import replacing, write_text
 from rota.sweep import Sweep
 
 if TYPE_CHECKING:
     from rota.execute.forecast import Forecast
 
-_WIDEST, _NARROWEST = 160, 60
-
 
 @click.command(short_help="Decide how a sweep would run here, without running it.")
 @click.argument("file", metavar="FILE[:NAME]")
 @click.option("--strategy", metavar="S", help="How tasks run on devices, instead of what they say.")
-@click.option("--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts.")
+@objective_option
 @click.option("--seconds", type=click.FloatRange(min=0.0), metavar="S", help="How long to search for a schedule.")
 @click.option("--html", "html", type=click.Path(path_type=Path), metavar="TO", help="Write the schedule as a page.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
@@ -91,9 +88,12 @@ def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *,
         reasons = "; ".join(dict.fromkeys(f"{name}: {why}" for name, why in profile.failures.items()))
         raise InputError(f"no task could be looked at: {reasons}")
     case = Case(
-        words=_words(cluster), problem=found.problem, estimates=profile.estimates, solved=found.solved,
+        words=_words(cluster),
+        problem=found.problem,
+        estimates=profile.estimates,
+        solved=found.solved,
         notes=tuple(_notes(found)),
-    )  # fmt: skip
+    )
     known = [task for task in sweep if task.name in profile.estimates]
     listed = [
         Listed(name=task.name, steps=profile.steps[task.name], alike=profile.classes[task.name]) for task in known
@@ -113,8 +113,7 @@ def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *,
         }
         print_json(forecast_json(listed, case) | more)
         return
-    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
-    click.echo("\n".join(forecast_lines(listed, case, width=width)))
+    click.echo("\n".join(forecast_lines(listed, case, width=terminal_width())))
     if html is not None:
         click.echo(f"page       {html}")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
-from rota.cli.options import device_options, json_option, run_argument
+from rota.cli.options import device_options, json_option, objective_option, profile_option, run_argument
 from rota.cli.run import check_file_is_given, finish
 from rota.cli.sweep_file import load_source, split
 from rota.cluster import local
 from rota.execute.record import RunRecord
 from rota.execute.run import RunOptions, run_source
+from rota.schedule.problem import Objective
 from rota.store.journal import read_summary
 from rota.store.run_folder import find_run
 
@@ -21,6 +22,8 @@ from rota.store.run_folder import find_run
 @click.option("--retries", default=2, show_default=True, help="How often a task goes on after its worker died.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 @click.option("--strategy", metavar="S", help="How tasks run on devices from now on.")
+@objective_option
+@profile_option
 @device_options
 @json_option
 def resume(
@@ -30,6 +33,8 @@ def resume(
     retries: int,
     quiet: bool,
     strategy: str | None,
+    objective: Objective,
+    no_profile: bool,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -51,5 +56,7 @@ def resume(
         retry_failed=failed,
         allow_changes=allow_changes,
         strategy=strategy,
+        objective=objective,
+        profile=not no_profile,
     )
     finish(run_source(lambda: load_source(record.source), options), as_json=as_json)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rota.cli.options import device_options, json_option, print_json
+from rota.cli.options import device_options, json_option, objective_option, print_json, profile_option
 from rota.cli.sweep_file import load_source, split
 from rota.cluster import local
 from rota.errors import InputError
@@ -14,7 +14,7 @@ from rota.execute.run import RunOptions, run_source
 from rota.execute.states import RunState
 from rota.report.summary import run_summary, summary_words
 from rota.result import Result
-from rota.schedule.problem import OBJECTIVES, Objective
+from rota.schedule.problem import Objective
 from rota.store.run_folder import new_run_path
 
 
@@ -24,8 +24,8 @@ from rota.store.run_folder import new_run_path
 @click.option("--retries", default=2, show_default=True, help="How often a task goes on after its worker died.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 @click.option("--strategy", metavar="S", help="How tasks run on devices: tensor, 'data(2) * tensor(2)', ...")
-@click.option("--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts.")
-@click.option("--no-profile", is_flag=True, help="Measure nothing before the run; the longest tasks go first.")
+@objective_option
+@profile_option
 @device_options
 @json_option
 def run(

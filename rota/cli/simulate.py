@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rota.cli.options import json_option, print_json
+from rota.cli.options import json_option, objective_option, print_json, saying, terminal_width
 from rota.cli.sweep_file import load_source
 from rota.cluster.file import Site, load_cluster, parse_what_if
 from rota.errors import InputError
 from rota.execute.preflight import resolve
 from rota.report.forecast import Case, Listed, best_of_each, forecast_json, forecast_lines
-from rota.schedule.problem import OBJECTIVES, Objective, Option, Problem, check_problem
+from rota.schedule.problem import Objective, Option, Problem, check_problem
 
 if TYPE_CHECKING:
     from rota.profile.estimate import Estimate
     from rota.profile.predict import Predictor
     from rota.profile.subjects import Profiled
-
-_WIDEST, _NARROWEST = 160, 60
 
 Notice = Callable[[str], None]
 
@@ -33,7 +28,7 @@ Notice = Callable[[str], None]
 @click.argument("file", metavar="FILE[:NAME]")
 @click.option("--cluster", "cluster", required=True, type=click.Path(path_type=Path), help="A TOML file with [[node]].")
 @click.option("--what-if", "what_ifs", multiple=True, metavar="+NxKIND", help="What more devices would save.")
-@click.option("--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts.")
+@objective_option
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="To solve each case.")
 @json_option
 def simulate(
@@ -52,7 +47,7 @@ def simulate(
     from rota.profile.predict import Predictor
     from rota.profile.subjects import profiled
 
-    with _progress() as notice:
+    with saying() as notice:
         tasks = profiled(sweep, notice=notice)
         predictor = Predictor(notice=notice)
         base = _solve(tasks, site, predictor, objective, seconds, notice, before=None)
@@ -64,8 +59,7 @@ def simulate(
     if as_json:
         print_json(forecast_json(listed, base, cases))
     else:
-        width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
-        click.echo("\n".join(forecast_lines(listed, base, cases, width=width)))
+        click.echo("\n".join(forecast_lines(listed, base, cases, width=terminal_width())))
 
 
 # ---- predict and solve ----
@@ -82,8 +76,8 @@ def _solve(
     before: Case | None,
 ) -> Case:
     """With the options of `before` first, so that its schedule is one of this case, too."""
-    from rota.profile.estimate import option_of
     from rota.schedule.child import solve_in_child
+    from rota.schedule.options import option_of
     from rota.schedule.solve import Limit
 
     estimates: dict[str, list[Estimate]] = {}
@@ -95,25 +89,10 @@ def _solve(
             raise InputError(f"task {one.task.name!r}: {error}") from error
         estimates[one.task.name] = found
         options += [option_of(one.task.name, way, steps=one.steps) for way in best_of_each(found)]
-    problem = Problem(options=tuple(dict.fromkeys(options)), nodes=site.nodes, objective=objective)
+    deadlines = {one.task.name: one.task.deadline_s for one in tasks if one.task.deadline_s is not None}
+    problem = Problem(options=tuple(dict.fromkeys(options)), nodes=site.nodes, objective=objective, deadlines=deadlines)
     check_problem(problem)
     notice(f"solving for {site.words()}")
     hints = () if before is None else (before.solved.schedule,)
     solved = solve_in_child(problem, limit=Limit(seconds=seconds), hints=hints)
     return Case(words=site.words(), problem=problem, estimates=estimates, solved=solved)
-
-
-@contextmanager
-def _progress() -> Iterator[Notice]:
-    """Says on a terminal what is looked at."""
-    shown = sys.stderr.isatty()
-
-    def notice(sentence: str) -> None:
-        if shown:
-            click.echo(f"\r{sentence[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
-
-    try:
-        yield notice
-    finally:
-        if shown:
-            click.echo(f"\r{'':{_NARROWEST}}\r", err=True, nl=False)

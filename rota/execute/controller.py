@@ -11,13 +11,13 @@ from rota.errors import TaskError
 from rota.execute.backends.base import Backend, WorkerLost
 from rota.execute.events import Event, Launched, Lost, Requeued, RunEnded, RunNoted, Stopped
 from rota.execute.policy import Launch, LongestFirst, Policy, Switch, View, Waiting, waiting
-from rota.execute.preflight import travelling
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
+from rota.techniques import travelling
 
 _POLL_S = 0.25
 _REQUESTS_EVERY_S = 0.5

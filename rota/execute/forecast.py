@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rota.cluster.device import Cluster, format_bytes
 from rota.errors import InputError
+from rota.execute.profiler import Prober, Profile, Profiler, Progress
 from rota.execute.solvers import ChildSolver
 from rota.profile.estimate import WORTH_S, Estimate
-from rota.profile.profiler import Prober, Profile, Profiler, Progress
 from rota.profile.store import EstimateStore
 from rota.report.format import duration
 from rota.schedule.problem import Node, Objective, Problem

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rota.cluster import Cluster
 from rota.errors import InputError, RotaError
-from rota.fingerprint import code_parts
+from rota.profile.likeness import code_key
 from rota.sweep import Sweep
 from rota.task import Task
-from rota.techniques import ready
-
-if TYPE_CHECKING:
-    from rota.graph.graph import Graph
-    from rota.runtime.training import Training
 
 _PLAIN = ("auto", "single")
 
@@ -39,15 +32,6 @@ def _found(task: Task) -> Task:
     except InputError as error:
         raise InputError(f"task {task.name!r}: {error}") from error
     return replace(task, strategy=str(found) if str(found) in _PLAIN else found)
-
-
-def travelling(label: str) -> Any:
-    """A strategy by its label, as it goes to workers: by its name, unless only this process knows the name."""
-    made: Any = ready(label)
-    if made is not None:
-        return made
-    base = sys.modules.get("rota.strategies.base")  # without it nobody has registered anything
-    return base.find(label) if base is not None and base.is_users(label) else label
 
 
 def widths(sweep: Sweep, cluster: Cluster) -> dict[str, int]:
@@ -85,6 +69,7 @@ def check(
     """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
     if all(isinstance(task.strategy, str) or executes_itself(task.strategy) for task in sweep):
         return
+    from rota.runtime import first_step
     from rota.runtime.planned import check_optimizer
 
     memory_bytes = min(device.memory_bytes for device in cluster.devices)
@@ -92,13 +77,13 @@ def check(
     for task in sweep:
         if isinstance(task.strategy, str) or executes_itself(task.strategy):
             continue
-        key = _key(task, allotted[task.name])
+        key = code_key(task, width=allotted[task.name])
         if key in known:
             continue
         known.add(key)
         notice(f"planning {task.name}")
         try:
-            training, graph = first_step(task)
+            training, graph = first_step.first_step(task)
             plan = task.strategy(graph, allotted[task.name])
             if not hasattr(plan, "compile"):
                 raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
@@ -124,30 +109,3 @@ def _words(strategy: Any) -> str:
 def executes_itself(strategy: Any) -> bool:
     """Whether a strategy makes no plan: PyTorch's own, or a technique."""
     return hasattr(strategy, "execute")
-
-
-def _key(task: Task, width: int) -> str:
-    """Tasks with the same code need one plan; another learning rate or seed does not change it."""
-    parts = [str(width), _words(task.strategy), task.precision]
-    for function in (task.model, task.data, task.loss, task.optimizer):
-        parts += code_parts(function, seen=set())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def first_graph(task: Task) -> Graph:
-    """The graph of the task's first step."""
-    return first_step(task)[1]
-
-
-def first_step(task: Task) -> tuple[Training, Graph]:
-    """The task and the graph of its first step, with its model and batch made as a worker makes them."""
-    import torch
-
-    from rota.runtime.choose import graph_of
-    from rota.runtime.training import Training
-    from rota.runtime.user_code import calling
-
-    training = Training(task, device=torch.device("cpu"))
-    with calling("reading the training data"):
-        batch, _ = training.cursor.next()
-    return training, graph_of(training.parts, batch)

@@ -125,7 +125,7 @@ class Scheduled:
                 self._switch_s = (self._switch_s + now_s - told_s) / 2
 
     def _see(self, task: TaskRecord) -> None:
-        if task.step_s is None or task.step - task.began_step < _SEEN_STEPS:
+        if not task.step_s or task.step - task.began_step < _SEEN_STEPS:
             return
         label, count = self._way(task), len(task.devices)
         kind = self._classes.get(task.name, task.name)

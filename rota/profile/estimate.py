@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rota.schedule.problem import Option
-
 WORTH_S = 20.0
 """Not worth cutting: a task that one device trains while one looks at others."""
 
@@ -46,19 +44,7 @@ class Estimate:
         whole = {name: int(plain[name]) for name in ("devices", "memory_bytes")}
         words = {name: str(plain[name]) for name in ("label", "kind", "technique")}
         truth = {name: bool(plain[name]) for name in ("measured", "spans")}
-        if not all(math.isfinite(one) and one >= 0 for one in number.values()) or whole["devices"] < 1:
+        sane = all(math.isfinite(one) and one >= 0 for one in number.values())
+        if not sane or number["step_s"] == 0 or whole["devices"] < 1:
             raise ValueError("an estimate is out of range")
         return cls(**number, **whole, **words, **truth)  # type: ignore[arg-type]
-
-
-def option_of(task: str, estimate: Estimate, *, steps: float, more_s: float = 0.0) -> Option:
-    """What the scheduler sees: the time until the task has ended. `more_s` is what switching to it takes."""
-    return Option(
-        tasks=(task,),
-        kind=estimate.kind,
-        devices=estimate.devices,
-        seconds=estimate.start_s + more_s + max(steps, 0.0) * estimate.step_s,
-        memory_bytes=estimate.memory_bytes,
-        spans=estimate.spans,
-        label=estimate.label,
-    )

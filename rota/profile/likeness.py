@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from rota.execute.backends.pickling import pickle_task
 from rota.fingerprint import code_parts
+from rota.pickling import pickle_task
 from rota.task import Task
 
 

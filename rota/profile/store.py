@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rota.cluster.device import Device
 from rota.profile.estimate import Estimate
-from rota.state.files import make_private_folder, replacing
+from rota.state.files import write_private
 
 FORMAT = 2
 """Of what is kept. Another number makes everything be measured again."""
@@ -81,8 +81,4 @@ class EstimateStore:
         }
         text = json.dumps({"known": plain})
         with contextlib.suppress(OSError):
-            make_private_folder(self.path.parent)
-            with replacing(self.path) as side:
-                handle = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
+            write_private(self.path, text)

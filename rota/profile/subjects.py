@@ -10,9 +10,9 @@ import torch
 
 from rota.cluster.kinds import arithmetic_of
 from rota.errors import InputError, RotaError
-from rota.execute.preflight import first_step
 from rota.profile.likeness import making_key
 from rota.profile.predict import Subject, digest_of
+from rota.runtime.first_step import first_step
 from rota.runtime.planned import needs_of
 from rota.runtime.training import Training
 from rota.runtime.user_code import calling

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rota.profile.estimate import Estimate, option_of
+from rota.profile.estimate import Estimate
 from rota.schedule.heuristics import HEURISTICS
+from rota.schedule.options import option_of
 from rota.schedule.problem import Node, Objective, Problem, Schedule, value_of
 
 MATTERS = 0.03

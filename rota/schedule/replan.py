@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rota.profile.estimate import Estimate, option_of
+from rota.profile.estimate import Estimate
+from rota.schedule.options import option_of
 from rota.schedule.problem import Node, Objective, Option, Placement, Problem, Schedule, value_of
 
 _NEAR = 3.0
@@ -23,9 +24,7 @@ class Left:
 
     task: str
     steps: float
-    """How many it has still to take, if it goes on where it is."""
-    again_steps: float = 0.0
-    """How many more if it goes on elsewhere: those since its last checkpoint, if it cannot save itself first."""
+    """How many it has still to take."""
     estimates: tuple[Estimate, ...]
     label: str = ""
     """How it runs now."""
@@ -62,7 +61,7 @@ def problem_of(
                 continue
         for estimate in one.estimates:
             options.append(
-                option_of(one.task, estimate, steps=one.steps + one.again_steps, more_s=max(one.switch_s, _LEAST_S))
+                option_of(one.task, estimate, steps=one.steps, more_s=max(one.switch_s, _LEAST_S))
                 if one.devices
                 else option_of(one.task, estimate, steps=max(one.steps, 1.0), more_s=_LEAST_S)
             )

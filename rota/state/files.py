@@ -62,6 +62,15 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def write_private(path: Path, text: str) -> None:
+    """Replace a file that only this user can read; its folder is made if it is not there."""
+    make_private_folder(path.parent)
+    with replacing(path) as side:
+        handle = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
 def make_private_folder(path: Path) -> None:
     """Create a folder that only this user can read; folders above it are left as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,13 +68,21 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer for small single-channel images."""
+    """A vision transformer for small images."""
 
     def __init__(
-        self, *, image: int = 8, patch: int = 2, width: int = 64, depth: int = 2, heads: int = 4, classes: int = 10
+        self,
+        *,
+        image: int = 8,
+        patch: int = 2,
+        width: int = 64,
+        depth: int = 2,
+        heads: int = 4,
+        classes: int = 10,
+        channels: int = 1,
     ) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, width, kernel_size=patch, stride=patch)
+        self.patches = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
         self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2, width))
         self.blocks = nn.ModuleList(Block(width=width, heads=heads, causal=False) for _ in range(depth))
         self.norm = nn.LayerNorm(width)

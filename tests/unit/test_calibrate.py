@@ -330,26 +330,20 @@ def test_unmeasured_ops_use_the_rate_of_their_kind(single):
 
 
 def test_a_small_calibration_predicts_a_step_in_little_time(model, rows, single, graph, tmp_path):
-    """Of a few attempts: while one is measured, others may have the machine; what is wrong is wrong every time."""
     parts = find("single(microbatches=2)")(graph, 1).compile()
+    started_s = time.monotonic()
+    costs = calibrate([single, parts], budget_s=8.0, cache=tmp_path)
+    assert time.monotonic() - started_s < 11
+    assert costs.calibration.estimated == 0
     run = InProcess(single, dict(model.named_parameters()))
     run.optimize(lambda pieces: torch.optim.AdamW(pieces, lr=1e-3))
-    ratios = []
-    for attempt in range(4):
-        started_s = time.monotonic()
-        costs = calibrate([single, parts], budget_s=8.0, cache=tmp_path / str(attempt))
-        assert time.monotonic() - started_s < 11
-        assert costs.calibration.estimated == 0
-        assert single.simulate(costs).makespan_s < parts.simulate(costs).makespan_s
-        times = []
-        for _ in range(10):
-            started_s = time.thread_time()
-            run.train(rows)
-            times.append(time.thread_time() - started_s)
-        ratios.append(single.simulate(costs).makespan_s / min(times))
-        if ratios[-1] == pytest.approx(1.0, rel=0.4):
-            return
-    pytest.fail(f"predicted / measured: {ratios}")
+    times = []
+    for _ in range(10):
+        started_s = time.thread_time()
+        run.train(rows)
+        times.append(time.thread_time() - started_s)
+    assert single.simulate(costs).makespan_s == pytest.approx(min(times), rel=0.4)
+    assert single.simulate(costs).makespan_s < parts.simulate(costs).makespan_s
 
 
 def children():

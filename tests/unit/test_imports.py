@@ -33,13 +33,16 @@ ONLY = {
     "rich": ("rota.report", "rota.cli"),
     "click": ("rota.cli",),
     "pynvml": ("rota.cluster.discover",),
-    "cloudpickle": ("rota.execute.backends", "rota.runtime.worker", "rota.cli.sweep_file"),
+    "cloudpickle": ("rota.pickling", "rota.runtime.worker", "rota.cli.sweep_file"),
 }
 
 # (who, never imports)
 NEVER = [
     ("rota.runtime", "rota.execute"),
     ("rota.runtime", "rota.schedule"),
+    ("rota.profile", "rota.execute"),
+    ("rota.schedule", "rota.execute"),
+    ("rota.schedule", "rota.runtime"),
     ("rota.state", "rota.runtime"),
     ("rota.state", "rota.execute"),
     ("rota.store", "rota.execute"),

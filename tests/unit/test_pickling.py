@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from rota.execute.backends.pickling import pickle_task
+from rota.pickling import pickle_task
 
 
 def test_functions_that_touch_the_settings_of_torchs_backends_can_travel():

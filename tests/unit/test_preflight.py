@@ -10,6 +10,7 @@ import rota
 from rota.cluster.device import Cluster, Device
 from rota.errors import InputError
 from rota.execute import preflight
+from rota.runtime import first_step
 from rota.strategies import base
 from rota.strategies.base import _FACTORIES, _USERS, find, with_microbatches
 from rota.testing.models import GPT
@@ -136,7 +137,7 @@ def test_a_registered_strategy_is_found_by_its_name_with_knobs(registered):
     assert checked(task_of(strategy="mine")) == 2
     assert checked(task_of(strategy="mine(first=4)")) == 2
     assert checked(task_of(strategy=mine)) == 2
-    graph = preflight.first_graph(task_of())
+    graph = first_step.first_graph(task_of())
     assert with_microbatches(find("mine(first=3)"), 2)(graph, 2).microbatches == 2
 
 
@@ -211,8 +212,8 @@ def test_a_package_brings_a_strategy(refused, registered, monkeypatch):
 
 def test_tasks_that_differ_in_their_seed_are_planned_once(monkeypatch):
     seen = []
-    real = preflight.first_step
-    monkeypatch.setattr(preflight, "first_step", lambda task: seen.append(task.name) or real(task))
+    real = first_step.first_step
+    monkeypatch.setattr(first_step, "first_step", lambda task: seen.append(task.name) or real(task))
     one = task_of(name="one", strategy="data")
     other = replace(one, name="other", seed=5)
     sweep = preflight.resolve(rota.Sweep(tasks=[one, other]), strategy=None)

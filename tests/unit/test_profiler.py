@@ -7,8 +7,8 @@ import pytest
 import rota
 from rota.cluster.device import Device
 from rota.execute.backends.base import WorkerLost
+from rota.execute.profiler import Profiler
 from rota.profile.estimate import Estimate
-from rota.profile.profiler import Profiler
 from rota.profile.store import EstimateStore
 from rota.runtime.messages import Failed, Left, Looked, Tried
 from rota.schedule.problem import Node

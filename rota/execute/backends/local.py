@@ -22,7 +22,7 @@ import psutil
 from rota.cluster.device import Cluster, Device
 from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
-from rota.execute.backends.pickling import pickle_task
+from rota.pickling import pickle_task
 from rota.runtime import channel
 from rota.runtime.messages import Beat, Halt, Look, Measured, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from rota.cluster.device import Device
 from rota.execute.backends.base import Sign, WorkerLost
-from rota.execute.preflight import travelling
 from rota.profile.estimate import WORTH_S, Estimate
 from rota.profile.likeness import code_key
 from rota.profile.store import EstimateStore, Known
@@ -17,6 +16,7 @@ from rota.profile.worth import Alike, Trial, next_trial, worth_searching
 from rota.runtime.messages import Failed, Left, Looked, Tried
 from rota.schedule.problem import Node, Objective
 from rota.task import Task
+from rota.techniques import travelling
 
 _POLL_S = 0.25
 _SHARE = 0.04
