@@ -12,15 +12,14 @@ from pathlib import Path
 
 from bench import harness
 from rota.execute.backends.simulated import SimulatedBackend, SimulatedTask
-from rota.execute.controller import Controller
-from rota.execute.events import Event, RunBegan
-from rota.execute.identity import describe, digest
+from rota.execute.events import Event
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState
-from rota.store.journal import Journal, read_events
+from rota.store.journal import read_events
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
 from rota.task import Task
+from rota.testing.runs import controlling
 
 TASKS, DEVICES = 5000, 512
 STEP_S = 5.0
@@ -32,9 +31,8 @@ def main() -> None:
     sweep = _sweep()
     with tempfile.TemporaryDirectory() as place:
         folder = RunFolder(Path(place) / "run")
-        folder.prepare()
         started_s = time.perf_counter()
-        times_s, record = _run(folder, sweep)
+        times_s, record = _run(folder.path, sweep)
         wall_s = time.perf_counter() - started_s
         replayed = RunRecord.replay(read_events(folder.journal))
         assert replayed.counts() == record.counts() == {"finished": TASKS}
@@ -89,37 +87,18 @@ def _bound_s(sweep: Sweep) -> float:
     return max(sum(steps) * STEP_S / DEVICES, max(steps) * STEP_S)
 
 
-def _run(folder: RunFolder, sweep: Sweep) -> tuple[list[float], RunRecord]:
-    record, journal = RunRecord(), Journal(folder.journal)
-    began = RunBegan(
-        name="control",
-        source="",
-        source_digest="",
-        sweep_digest=digest(sweep),
-        tasks=tuple(describe(task) for task in sweep),
-        devices=(),
-    )
-    record.apply(began, 0.0)
-    journal.append(began, time_s=0.0)
+def _run(path: Path, sweep: Sweep) -> tuple[list[float], RunRecord]:
     times_s: list[float] = []
 
     def note(_: RunRecord, event: Event | None) -> None:
         if event is not None:
             times_s.append(time.perf_counter())
 
-    controller = Controller(
-        sweep=sweep,
-        record=record,
-        journal=journal,
-        folder=folder,
-        backend=SimulatedBackend(_plan),
-        devices=[f"sim:{i}" for i in range(DEVICES)],
-        observer=note,
-    )
-    state = controller.run()
-    journal.close()
+    devices = [f"sim:{i}" for i in range(DEVICES)]
+    with controlling(sweep, path, SimulatedBackend(_plan), devices, observer=note) as controller:
+        state = controller.run()
     assert state is RunState.FINISHED
-    return times_s, record
+    return times_s, controller.record
 
 
 if __name__ == "__main__":

@@ -24,12 +24,8 @@ from bench import harness
 from bench.sweep_tasks import sweep
 from rota.cluster import Cluster, local
 from rota.execute.backends.local import LocalBackend
-from rota.execute.controller import Controller
-from rota.execute.events import RunBegan
 from rota.execute.forecast import Forecast, forecast
-from rota.execute.identity import describe, digest
 from rota.execute.preflight import widths
-from rota.execute.record import RunRecord
 from rota.execute.run import RunOptions, Source, run_source
 from rota.execute.scheduled import Scheduled
 from rota.execute.solvers import InlineSolver
@@ -37,9 +33,10 @@ from rota.execute.states import RunState
 from rota.runtime.messages import Began
 from rota.schedule.heuristics import HEURISTICS
 from rota.schedule.replan import intents_of
-from rota.store.journal import Journal, read_events
+from rota.store.journal import read_events
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
+from rota.testing.runs import controlling
 
 RULES = ("max", "min", "optimus", "random")
 MEMORY = "4GiB"
@@ -120,43 +117,25 @@ def _known(tasks: Sweep, cluster: Cluster, place: Path) -> Forecast:
 def _rule(name: str, tasks: Sweep, cluster: Cluster, path: Path, known: Forecast, *, seed: int) -> Arm:
     """Train by a simple rule's schedule, which nothing changes."""
     intents = intents_of(known.problem, HEURISTICS[name](known.problem, seed), now_s=0.0)
-    folder = RunFolder(path)
-    folder.prepare()
-    journal = Journal(folder.journal)
-    record = RunRecord()
+    policy = Scheduled(
+        estimates=known.profile.estimates,
+        classes=known.profile.classes,
+        nodes=known.nodes,
+        solver=InlineSolver(),
+        intents=intents,
+        replan=False,
+    )
+    devices = [device.name for device in cluster.devices]
     started_s = time.perf_counter()
-    with closing(LocalBackend(cluster)) as backend, closing(journal):
-        backend.warm_up(len(cluster.devices))
-        began = RunBegan(
-            name=name,
-            source="",
-            source_digest="",
-            sweep_digest=digest(tasks),
-            tasks=tuple(describe(task) for task in tasks),
-            devices=(),
-        )
-        record.apply(began, backend.now_s())
-        journal.append(began, time_s=backend.now_s())
-        controller = Controller(
-            sweep=tasks,
-            record=record,
-            journal=journal,
-            folder=folder,
-            backend=backend,
-            devices=[device.name for device in cluster.devices],
-            policy=Scheduled(
-                estimates=known.profile.estimates,
-                classes=known.profile.classes,
-                nodes=known.nodes,
-                solver=InlineSolver(),
-                intents=intents,
-                replan=False,
-            ),
-        )
+    with (
+        closing(LocalBackend(cluster)) as backend,
+        controlling(tasks, path, backend, devices, policy=policy) as controller,
+    ):
+        backend.warm_up(len(devices))
         state = controller.run()
         seconds = time.perf_counter() - started_s
-    assert state is RunState.FINISHED, {task.name: task.reason for task in record.tasks.values()}
-    return _arm(folder, seconds)
+    assert state is RunState.FINISHED, {task.name: task.reason for task in controller.record.tasks.values()}
+    return _arm(RunFolder(path), seconds)
 
 
 def _rota(tasks: Sweep, cluster: Cluster, path: Path, cache: Path) -> Arm:

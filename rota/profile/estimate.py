@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+PREDICTED_SPREAD = 0.25
+"""By which part a step may differ from what was predicted."""
 WORTH_S = 20.0
 """Not worth cutting: a task that one device trains while one looks at others."""
 

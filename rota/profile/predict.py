@@ -19,7 +19,7 @@ from rota.cluster.kinds import Arithmetic, DeviceKind, costs_of, usable_bytes
 from rota.errors import FitError, InputError, RotaError
 from rota.graph.graph import Graph
 from rota.plan.costs import Costs
-from rota.profile.estimate import Estimate
+from rota.profile.estimate import PREDICTED_SPREAD, Estimate
 from rota.runtime.footprint import plain
 from rota.search.measure import Meter
 from rota.search.prepared import Prepared
@@ -28,9 +28,6 @@ from rota.search.space import recipes_of
 from rota.strategies.base import Strategy, describe, find
 from rota.strategies.coshard import Coshard
 from rota.strategies.wrapper import Wrapper
-
-SPREAD = 0.25
-"""By which part a predicted step may be wrong."""
 
 START_S, LOADED_BYTES_PER_S = 8.0, 1.5e9
 """A worker starts, imports torch and finds its devices; then weights are made or read, and moved to devices."""
@@ -159,7 +156,7 @@ def predict(
             kind=kind.name,
             devices=count,
             step_s=step_s * subject.accumulate,
-            spread=SPREAD,
+            spread=PREDICTED_SPREAD,
             memory_bytes=peak_bytes,
             measured=False,
             start_s=subject.start_s,

@@ -7,25 +7,23 @@ from typing import Any
 
 import torch
 
-from rota.calibrate.calibrate import calibrate
 from rota.calibrate.known import Links, Store
 from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
+from rota.profile.estimate import WORTH_S
 from rota.runtime.alone import Alone
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
-from rota.runtime.planned import Planned, needs_of
-from rota.search.search import search
+from rota.runtime.planned import Planned
+from rota.runtime.ranking import rank
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
 from rota.state.rng import keeping_random_state
 from rota.store.cache import cache_folder
 from rota.strategies.base import find
 from rota.strategies.single import single
 
-# A search takes seconds: not for a task that one device trains meanwhile.
-_WORTH_S = 20.0
 _SEARCH_S = 60.0
 # The best few by rough rates are looked at with measured ones.
 _MEASURED = 5
@@ -88,7 +86,7 @@ def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice)
     """One device, if that trains the task in less time than a search is worth; else nothing."""
     alone = single()(graph, 1).compile().simulate()
     fits = alone.peak_bytes[0] + 2 * alone.stored_bytes[0] <= memory_bytes
-    if not fits or alone.makespan_s * steps > _WORTH_S:
+    if not fits or alone.makespan_s * steps > WORTH_S:
         return ""
     notice(f"auto: one device trains this in about {alone.makespan_s * steps:.0f} s, so it is not cut")
     return str(single())
@@ -106,35 +104,24 @@ def measured_links(gang: Gang) -> Links | None:
 
 def best(graph: Graph, parts: Parts, devices: int, *, memory_bytes: int, links: Links | None, notice: Notice) -> str:
     """The strategy that is predicted to be the fastest of those that fit, as text."""
-    needs = needs_of(parts.optimizer)
-    whole_parameters = needs != "elements"
     try:
-        rough = search(
+        ranked = rank(
             graph,
-            devices,
+            parts.optimizer,
+            [devices],
             memory_bytes=memory_bytes,
-            whole_parameters=whole_parameters,
-            within=None if needs != "everything" else lambda strategy: type(strategy).__name__ in ("Data", "Single"),
-            budget_s=_SEARCH_S,
-        )
-        likely = [one.text for one in rough.candidates if one.measured and one.fits][:_MEASURED]
-        costs = calibrate(
-            [find(text)(graph, devices).compile() for text in likely],
-            budget_s=_CALIBRATE_S,
-            threads=torch.get_num_threads(),
+            search_s=_SEARCH_S,
+            calibrate_s=_CALIBRATE_S,
+            likely=_MEASURED,
+            may_idle=True,
             links=links,
             notice=notice,
         )
-        found = search(
-            graph,
-            devices,
-            memory_bytes=memory_bytes,
-            whole_parameters=whole_parameters,
-            costs=costs,
-            within=lambda strategy: str(strategy) in likely,
-        )
+        if devices in ranked.refused:
+            raise ranked.refused[devices]
     except RotaError as error:
         notice(f"auto: {error}; one device runs it")
         return str(single())
+    found = ranked.found[devices]
     notice(f"auto: {found.sentence()}")
     return found.chosen.text

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rota.execute.backends.simulated import SimulatedBackend, SimulatedTask
-from rota.execute.controller import Controller
-from rota.execute.events import RunBegan
 from rota.execute.policy import Policy
 from rota.execute.record import RunRecord
 from rota.execute.scheduled import Scheduled
@@ -20,10 +18,9 @@ from rota.profile.estimate import Estimate
 from rota.schedule.problem import Node, Objective, Problem, Schedule
 from rota.schedule.replan import Left, intents_of, problem_of
 from rota.schedule.solve import Limit, solve
-from rota.store.journal import Journal
-from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
 from rota.task import Task
+from rota.testing.runs import controlling
 
 _STEPS = 1000
 """Of a task that is replayed: a checkpoint is taken after each fortieth of it."""
@@ -114,26 +111,12 @@ def play(
         every = max(1, one.steps // 40)
         return SimulatedTask(steps=one.steps, step_s=way.step_s, report_every=every, save_every=every)
 
+    devices = [device for node in nodes for device in node.devices]
+    backend = SimulatedBackend(plan_of, start_s=start_s)
     with tempfile.TemporaryDirectory() as root:
-        folder = RunFolder(Path(root))
-        journal = Journal(folder.journal, durable=False)
-        record = RunRecord()
-        listed = tuple({"name": task.name, "steps": task.steps} for task in tasks)
-        record.apply(RunBegan(name="fake", source="", source_digest="", sweep_digest="", tasks=listed, devices=()), 0.0)
-        backend = SimulatedBackend(plan_of, start_s=start_s)
-        controller = Controller(
-            sweep=sweep,
-            record=record,
-            journal=journal,
-            folder=folder,
-            backend=backend,
-            devices=[device for node in nodes for device in node.devices],
-            policy=scheduled,
-        )
-        try:
+        with controlling(sweep, Path(root) / "run", backend, devices, durable=False, policy=scheduled) as controller:
             controller.run()
-        finally:
-            journal.close()
+        record = controller.record
     ends = [span.end_s or 0.0 for task in record.tasks.values() for span in task.spans]
     return Played(makespan_s=max(ends), switches=getattr(scheduled, "switches", 0), record=record)
 

@@ -18,7 +18,7 @@ def call(*arguments, folder):
 def test_help_lists_every_command_with_a_whole_sentence(tmp_path):
     done = call("--help", folder=tmp_path)
     assert done.returncode == 0
-    for command in ("run", "devices", "status", "resume", "stop", "report", "doctor"):
+    for command in ("run", "plan", "simulate", "explain", "devices", "status", "resume", "stop", "report", "doctor"):
         (line,) = (line for line in done.stdout.splitlines() if line.split()[:1] == [command])
         assert line.endswith("."), line
         assert not line.endswith("..."), line

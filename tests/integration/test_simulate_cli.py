@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from rota.cli import main
-
 SWEEP = """
 import torch
 import torch.nn.functional as F
@@ -49,24 +47,14 @@ price = 0.5
 
 
 @pytest.fixture
-def simulate(capsys, monkeypatch, tmp_path):
+def simulate(command, monkeypatch, tmp_path):
     """Calls the command in this process, in a folder with a sweep and a cluster; gives exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sweep.py").write_text(SWEEP)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
 
     def call(*arguments, cluster="cluster.toml"):
-        path, modules = list(sys.path), set(sys.modules)
-        try:
-            with pytest.raises(SystemExit) as ended:
-                main(["simulate", "sweep.py", "--cluster", cluster, "--seconds", "1", *arguments])
-        finally:
-            sys.path[:] = path
-            for name in set(sys.modules) - modules:
-                if name.startswith("rota_sweep_"):
-                    del sys.modules[name]
-        done = capsys.readouterr()
-        return ended.value.code, done.out, done.err
+        return command("simulate", "sweep.py", "--cluster", cluster, "--seconds", "1", *arguments)
 
     return call
 

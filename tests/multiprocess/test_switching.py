@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,16 +12,14 @@ from torch.utils import _pytree as pytree
 
 import rota
 from rota.execute.backends.local import LocalBackend
-from rota.execute.controller import Controller
-from rota.execute.events import Launched, Requeued, RunBegan
-from rota.execute.identity import describe
+from rota.execute.events import Launched, Requeued
 from rota.execute.policy import Launch, Switch
-from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
-from rota.store.journal import Journal, read_events
+from rota.store.journal import read_events
 from rota.store.run_folder import RunFolder
 from rota.testing import plain, zoo
 from rota.testing.models import GPT
+from rota.testing.runs import controlling
 
 SCRIPT = [
     ("single", 1),
@@ -111,30 +110,15 @@ class Scripted:
 @pytest.mark.parametrize("name", ["gpt", *(["llama", "vit"] if DEEP else [])])
 def test_a_task_that_switches_trains_what_one_that_does_not_trains(name, tmp_path):
     task = gpt_task() if name == "gpt" else zoo_task(name)
-    sweep = rota.Sweep(tasks=(task,))
-    folder = RunFolder(tmp_path / "run")
-    folder.prepare()
-    record = RunRecord()
     cluster = rota.local(devices=2, memory="2GiB")
-    backend = LocalBackend(cluster)
-    journal = Journal(folder.journal)
-    began = RunBegan(name="run", source="", source_digest="", sweep_digest="", tasks=(describe(task),), devices=())
-    record.apply(began, backend.now_s())
-    journal.append(began, time_s=backend.now_s())
-    try:
-        controller = Controller(
-            sweep=sweep,
-            record=record,
-            journal=journal,
-            folder=folder,
-            backend=backend,
-            devices=[device.name for device in cluster.devices],
-            policy=Scripted(),
-        )
-        assert controller.run() is RunState.FINISHED, record.tasks[name].reason
-    finally:
-        journal.close()
-        backend.close()
+    devices = [device.name for device in cluster.devices]
+    path = tmp_path / "run"
+    with (
+        closing(LocalBackend(cluster)) as backend,
+        controlling(rota.Sweep(tasks=(task,)), path, backend, devices, policy=Scripted()) as controller,
+    ):
+        assert controller.run() is RunState.FINISHED, controller.record.tasks[name].reason
+    folder, record = RunFolder(path), controller.record
     events = [event for _, event in read_events(folder.journal)]
     launched = [event.strategy for event in events if isinstance(event, Launched)]
     assert launched == [strategy for strategy, _ in SCRIPT]

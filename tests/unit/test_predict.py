@@ -13,7 +13,8 @@ from rota.cluster.file import NodeLink, Site
 from rota.cluster.kinds import KINDS
 from rota.errors import FitError
 from rota.graph.capture import capture
-from rota.profile.predict import SPREAD, Predictor, Subject, counts_across, counts_within, digest_of, predict
+from rota.profile.estimate import PREDICTED_SPREAD
+from rota.profile.predict import Predictor, Subject, counts_across, counts_within, digest_of, predict
 from rota.profile.subjects import moments_of, profiled
 from rota.schedule.problem import Node
 from rota.testing.models import GPT
@@ -72,7 +73,7 @@ def test_a_digest_knows_shapes_and_not_names():
 def test_an_estimate_is_predicted_and_the_same_again():
     first = predict(subject(), T4, 2)
     assert first == predict(subject(), T4, 2)
-    assert all((one.kind, one.devices, one.measured, one.spread) == ("T4", 2, False, SPREAD) for one in first)
+    assert all((one.kind, one.devices, one.measured, one.spread) == ("T4", 2, False, PREDICTED_SPREAD) for one in first)
     assert all(a.step_s <= b.step_s for a, b in itertools.pairwise(first))
     assert first[0].start_s > 0
     assert not first[0].spans
