@@ -27,6 +27,18 @@ def threads_set(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def pace_s(timer: Clock) -> float:
+    """What a fixed little work takes just now: on a shared machine that changes by half from one second to the next."""
+    one = torch.ones(64, 64)
+    times = []
+    for _ in range(3):
+        began_s = timer()
+        for _ in range(16):
+            torch.relu(one @ one).add_(one)
+        times.append(timer() - began_s)
+    return min(times)
+
+
 def low(values: Iterable[float]) -> float:
     """The lower quartile: what it takes if nobody disturbs, without the luck of the very best."""
     ordered = sorted(values)

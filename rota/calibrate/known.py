@@ -20,7 +20,7 @@ from rota.plan.costs import LinkCost
 from rota.plan.layout import Kind
 from rota.state.files import write_private
 
-FORMAT = 2
+FORMAT = 3
 """Of what is kept. Another number makes everything be measured again."""
 
 
@@ -85,6 +85,8 @@ class Known:
     updates: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     """optimizer -> (bytes of a parameter, seconds)"""
     copies: dict[str, float] = field(default_factory=dict)
+    pace_s: float = 0.0
+    """What a fixed little work takes when nobody disturbs (`clocks.pace_s`); 0 if it is not known."""
     links: dict[str, Links] = field(default_factory=dict)
     """number of devices -> between them"""
 
@@ -95,6 +97,7 @@ class Known:
             "overheads": self.overheads[-_KEPT_OVERHEADS:],
             "updates": self.updates,
             "copies": self.copies,
+            "pace_s": self.pace_s,
             "links": {count: links.to_json() for count, links in self.links.items()},
         }
 
@@ -112,6 +115,7 @@ class Known:
                 for name, points in plain["updates"].items()
             },
             copies={str(name): _seconds(s) for name, s in plain["copies"].items()},
+            pace_s=_seconds(plain["pace_s"]),
             links={str(count): Links.from_json(one) for count, one in plain["links"].items()},
         )
 

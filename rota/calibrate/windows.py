@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rota.calibrate.clocks import Clock, low
+from rota.calibrate.clocks import Clock, low, pace_s
 from rota.calibrate.known import Known, Part
 from rota.graph.cost import work_of
 from rota.graph.graph import Role
@@ -35,6 +35,9 @@ _FEWEST_REPEATS = 4
 _MOST_REPEATS = 12
 _ENOUGH_S = 0.4
 """A window that has run for so long is not run more often than it must be."""
+_DISTURBED = 1.15
+"""A window that was measured while everything took so much longer is measured again, later."""
+_MOST_PASSES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +81,30 @@ def wanted_parts(programs: Iterable[Program]) -> dict[str, Wanted]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What was found in one window."""
+
+    parts: Mapping[str, Part]
+    overhead: tuple[int, float, float] | None
+    pace_s: float
+    """The machine's pace, before or after, whichever was slower."""
+
+
 def measure_parts(
     missing: Sequence[Wanted], known: Known, *, deadline_s: float, clock: Clock, timer: Clock, kind: str
 ) -> None:
-    """The most costly first, each with what is missing around it, until there is no time left."""
+    """The most costly first, each with what is missing around it, until there is no time left.
+
+    Others on the machine can slow everything for a second or two. What was measured then is measured again later.
+    """
+    watch = _Watch(deadline_s=deadline_s, clock=clock, timer=timer, kind=kind)
+    before = dict(known.parts)
+    windows: list[tuple[Segment, Refined]] = []
+    found: list[_Measured] = []
     for one in sorted(missing, key=lambda one: -one.rough_s):
         if clock() >= deadline_s:
-            return
+            break
         if one.signature in known.parts:
             continue
         window = _window(one, known)
@@ -94,7 +114,31 @@ def measure_parts(
         if clock() + expected_s * _FEWEST_REPEATS > deadline_s:
             continue
         with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):  # an op that random data is not for
-            _measure_window(window, one.refined, known, deadline_s=deadline_s, clock=clock, timer=timer, kind=kind)
+            measured = _measure_window(window, one.refined, watch)
+            known.parts.update({name: part for name, part in measured.parts.items() if name not in known.parts})
+            windows.append((window, one.refined))
+            found.append(measured)
+    if not found:
+        return
+    for _ in range(1, _MOST_PASSES):
+        for number in _disturbed(found, known.pace_s):
+            if clock() < deadline_s:
+                again = _measure_window(*windows[number], watch)
+                found[number] = min(again, found[number], key=lambda one: one.pace_s)
+    if len(_disturbed(found, known.pace_s)) == len(found):  # that it has become slower for good is more likely
+        known.pace_s = 0.0
+    known.pace_s = min(one for one in (known.pace_s, *(one.pace_s for one in found)) if one > 0)
+    for measured in reversed(found):  # the first window that an op was in is the one that it was measured for
+        known.parts.update(measured.parts)
+    known.parts.update(before)
+    known.overheads += [one.overhead for one in found if one.overhead is not None]
+
+
+def _disturbed(found: Sequence[_Measured], quiet_s: float) -> list[int]:
+    """Which of the windows were measured while the machine was slow."""
+    best_s = min((one.pace_s for one in found), default=0.0)
+    limit_s = _DISTURBED * (min(best_s, quiet_s) if quiet_s > 0 else best_s)
+    return [number for number, one in enumerate(found) if one.pace_s > limit_s]
 
 
 def _window(one: Wanted, known: Known) -> Segment:
@@ -266,19 +310,29 @@ def _modes(step: _Step) -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def _measure_window(
-    window: Segment, refined: Refined, known: Known, *, deadline_s: float, clock: Clock, timer: Clock, kind: str
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Watch:
+    """What is measured with, and until when."""
+
+    deadline_s: float
+    clock: Clock
+    timer: Clock
+    kind: str
+
+
+def _measure_window(window: Segment, refined: Refined, watch: _Watch) -> _Measured:
     """Run a window several times; each op's time is its median, as it is a median step that is predicted."""
-    runner = _Timed(window, refined, timer, kind)
-    values = _random_values(window, refined, kind)
+    clock = watch.clock
+    runner = _Timed(window, refined, watch.timer, watch.kind)
+    values = _random_values(window, refined, watch.kind)
+    before_s = pace_s(watch.timer)
     place = Place(key=1)
     forward: list[list[float]] = []
     backward: list[list[float]] = []
     overheads: list[tuple[float, float]] = []
     started_s = clock()
     for repeat in range(_MOST_REPEATS + 1):
-        enough = len(forward) >= _FEWEST_REPEATS and (clock() - started_s > _ENOUGH_S or clock() > deadline_s)
+        enough = len(forward) >= _FEWEST_REPEATS and (clock() - started_s > _ENOUGH_S or clock() > watch.deadline_s)
         if enough:
             break
         began_s = runner.now()
@@ -300,24 +354,26 @@ def _measure_window(
             backward.append(ops_s)
             overheads.append((max(0.0, own_s), max(0.0, first_s)))
     derived = sum(entry.grad for entry in window.entries)
+    overhead = None
     if window.grad and derived:
-        known.overheads.append((derived, low(a for a, _ in overheads), low(b for _, b in overheads)))
+        overhead = (derived, low(a for a, _ in overheads), low(b for _, b in overheads))
     times: dict[str, list[tuple[float, float]]] = {}
     for i, call in enumerate(window.calls):
         seconds = (statistics.median(one[i] for one in forward), statistics.median(one[i] for one in backward))
         times.setdefault(signature(refined, window, call), []).append(seconds)
     positions = {signature(refined, window, call): call for call in window.calls}
+    parts = {}
     for name, found_s in times.items():
-        if name not in known.parts:
-            call = positions[name]
-            work = work_of(refined, call.op, call.ranges)
-            known.parts[name] = Part(
-                kind=refined.cases[call.op].op.kind,
-                flops=work.flops,
-                touched_bytes=work.touched_bytes,
-                forward_s=statistics.fmean(a for a, _ in found_s),
-                backward_s=statistics.fmean(b for _, b in found_s),
-            )
+        call = positions[name]
+        work = work_of(refined, call.op, call.ranges)
+        parts[name] = Part(
+            kind=refined.cases[call.op].op.kind,
+            flops=work.flops,
+            touched_bytes=work.touched_bytes,
+            forward_s=statistics.fmean(a for a, _ in found_s),
+            backward_s=statistics.fmean(b for _, b in found_s),
+        )
+    return _Measured(parts=parts, overhead=overhead, pace_s=max(before_s, pace_s(watch.timer)))
 
 
 def _random_values(window: Segment, refined: Refined, kind: str) -> list[torch.Tensor]:
