@@ -25,6 +25,8 @@ _COLOURS = 8
 _DASHES = 4
 # Both sides of the square that curves are drawn in before it is stretched over the plot.
 _SQUARE = 1000
+# What lies so many plots above the axis need not lie higher: browsers cannot draw to numbers of any size.
+_FAR = -100.0
 _TIME_STEPS_S = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 # A pause in which no device was busy is left out of the timeline if it is longer than this share of the busy time.
 _PAUSE_SHARE = 0.25
@@ -88,7 +90,7 @@ def line_chart(lines: Sequence[Line], *, label: str, x_label: str, name: str) ->
     highest = max(y for _, y in shown)
 
     def place(points: Sequence[Point]) -> list[Point]:
-        return [((x - x_low) / (x_high - x_low), (y_high - y) / (y_high - y_low)) for x, y in points]
+        return [((x - x_low) / (x_high - x_low), max(_FAR, (y_high - y) / (y_high - y_low))) for x, y in points]
 
     noise, curves, marks = [], [], []
     for number, line in reversed(list(enumerate(lines))):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rota.execute.events import Event, Launched, Lost, RunBegan, RunEnded, RunResumed, Stopped
@@ -217,6 +217,7 @@ def test_durations_are_for_people(seconds: float, text: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=8))
+@example([(0, 0.0), (0, 4e105), (0, 1e-200)])
 def test_any_curve_can_be_drawn(points: list[tuple[float, float]]) -> None:
     line = svg.Line(style=0, points=svg.finite(points), title=NASTY)
     chart = svg.line_chart([line], label=NASTY, x_label="step", name="n")
