@@ -18,10 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/python examples/quickstart.py
 
-# What only computes runs in two processes; what starts processes and looks at clocks has the machine to itself.
+# What starts processes mostly waits, so that three run at a time; what looks at clocks has the machine to itself.
 test: setup
-	@$(BIN)/pytest -n 2 --dist worksteal tests/unit tests/property tests/numerics
-	@$(BIN)/pytest tests/multiprocess tests/integration
+	@$(BIN)/pytest -n 3 --dist worksteal -m 'not alone' tests/multiprocess tests/integration tests/numerics tests/property tests/unit
+	@$(BIN)/pytest -m alone tests
 
 # The long matrices: every strategy on every family over 2 and 4 processes, and 20,000 random plans (about an hour).
 test-deep: setup

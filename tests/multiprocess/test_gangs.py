@@ -125,7 +125,7 @@ def steps_of(path):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_its_peers_and_the_task_goes_on_from_its_checkpoint(cli, sweep_file, tmp_path, victim):
-    file = sweep_file(text=one_task(SWEEP, "data", steps=300, save_every=5))
+    file = sweep_file(text=one_task(SWEEP, "data", steps=150, save_every=5))
     expected = plainly(file)
     process = cli.start("run", file, "--devices", "2", "--out", tmp_path / "run")
     wait_until(lambda: steps_of(tmp_path / "run") > 8, process)
@@ -140,15 +140,15 @@ def test_a_killed_rank_ends_its_peers_and_the_task_goes_on_from_its_checkpoint(c
 
 @pytest.mark.timeout(200)
 def test_a_task_is_resumed_under_another_strategy_and_on_another_number_of_devices(cli, sweep_file, tmp_path):
-    file = sweep_file(text=one_task(SWEEP, "zero", steps=400, save_every=1000))
+    file = sweep_file(text=one_task(SWEEP, "zero", steps=200, save_every=1000))
     process = cli.start("run", file, "--devices", "2", "--out", tmp_path / "run")
     wait_until(lambda: steps_of(tmp_path / "run") > 5, process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130
     at = steps_of(tmp_path / "run")
-    assert 5 < at < 400
-    changed = one_task(SWEEP, "tensor", steps=400, save_every=1000)
+    assert 5 < at < 200
+    changed = one_task(SWEEP, "tensor", steps=200, save_every=1000)
     file.write_text(changed)
     done = cli.run("resume", tmp_path / "run", "--devices", "2", "--allow-changes")
     assert done.returncode == 0, done.stderr + done.stdout

@@ -101,6 +101,7 @@ def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_p
     assert min(kills.values()) >= KILLS // len(TARGETS)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_interrupting_saves_and_exits_within_five_seconds(cli, sweep_file, tmp_path, number):
     file = sweep_file(steps=120, save_every=10_000)
@@ -160,6 +161,7 @@ def test_of_two_that_begin_the_same_run_at_once_one_is_refused(cli, sweep_file, 
     assert_same(tmp_path / "run", trained_plainly(file))
 
 
+@pytest.mark.alone
 def test_a_stopped_worker_is_noticed_within_ten_seconds_and_replaced(cli, sweep_file, tmp_path):
     file = sweep_file(steps=50, save_every=1)
     run = tmp_path / "run"
