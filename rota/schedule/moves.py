@@ -199,7 +199,8 @@ class Moves:
         found = self._options.get(option)
         if found is None:
             found = self._options[option] = self._alternatives(option)
-        return [one for one in found if node in self._nodes(int(arrays.place[one]))]
+        size = self._bins[node].size  # one that may span nodes may be wider than any
+        return [one for one in found if self._width[one] <= size and node in self._nodes(int(arrays.place[one]))]
 
     def _nodes(self, place: int) -> frozenset[int]:
         cached = self._sets.get(place)

@@ -5,7 +5,7 @@ compared with all schedules there are.
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from rota.errors import InputError
@@ -130,9 +130,19 @@ def test_every_schedule_is_valid_and_none_is_better_than_the_bound(problem, seed
     assert all(later.value <= earlier.value for earlier, later in itertools.pairwise(told))
 
 
+WIDER_THAN_ANY_NODE = Problem(
+    options=(
+        Option(tasks=("t0",), kind="a", devices=2, seconds=1, spans=True),
+        Option(tasks=("t0",), kind="a", devices=1, seconds=3),
+    ),
+    nodes=(Node(name="n0", kind="a", devices=("n0/0",)), Node(name="n1", kind="a", devices=("n1/0",))),
+)
+
+
 @pytest.mark.timeout(300)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(problem=problems(most_tasks=8), seed=st.integers(0, 3))
+@example(problem=WIDER_THAN_ANY_NODE, seed=0)
 def test_windows_keep_a_schedule_valid_and_make_it_no_worse(problem, seed):
     assume(solvable(problem))
     known = HEURISTICS["random"](problem, seed)
