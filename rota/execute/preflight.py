@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,15 @@ def widths(sweep: Sweep, cluster: Cluster) -> dict[str, int]:
                 "give it fewer, or run with more (--devices)"
             )
     return found
+
+
+def undecided(tasks: Sequence[Task], cluster: Cluster, widths: Mapping[str, int], objective: str) -> bool:
+    """Whether it matters what tasks take: not where each says how it runs and all run at once."""
+    if len(cluster.devices) == 1:
+        return objective != "makespan"
+    alike = len({(device.kind, device.label) for device in cluster.devices}) == 1
+    at_once = sum(widths[task.name] for task in tasks) <= len(cluster.devices)
+    return not (alike and at_once and all(task.strategy != "auto" for task in tasks))
 
 
 def _width(task: Task, total: int, shared: int) -> int:

@@ -252,7 +252,7 @@ def _scheduled(
 ) -> Iterator[None]:
     """Have the controller follow a schedule, where there is something to decide."""
     pending = [task for task in sweep if record.tasks[task.name].state is TaskState.PENDING]
-    if not options.profile or (len(cluster.devices) == 1 and options.objective == "makespan"):
+    if not options.profile or not preflight.undecided(pending, cluster, widths, options.objective):
         yield
         return
     # numpy and what needs it: not for those who only look at a run

@@ -104,6 +104,24 @@ def test_auto_tasks_share_the_devices():
     assert preflight.widths(rota.Sweep(tasks=tasks), cluster_of(2)) == dict.fromkeys("abc", 1)
 
 
+@pytest.mark.parametrize(
+    ("strategies", "devices", "objective", "matters"),
+    [
+        (["data"], 2, "makespan", False),
+        (["single", "single"], 2, "cost", False),
+        (["single", "single"], 1, "makespan", False),
+        (["single", "single"], 1, "completion", True),
+        (["data", "single"], 2, "makespan", True),
+        (["auto"], 2, "makespan", True),
+    ],
+)
+def test_what_tasks_take_matters_only_where_there_is_something_to_decide(strategies, devices, objective, matters):
+    tasks = [replace(task_of(strategy=one), name=f"t{i}") for i, one in enumerate(strategies)]
+    cluster = cluster_of(devices)
+    widths = preflight.widths(rota.Sweep(tasks=tuple(tasks)), cluster)
+    assert preflight.undecided(tasks, cluster, widths, objective) is matters
+
+
 def test_devices_and_a_degree_must_agree(refused):
     assert "is for 2 devices" in refused(checked, task_of(strategy="tensor(2)", devices=4), cluster_of(4))
 
