@@ -20,12 +20,12 @@ demo: setup
 
 # What starts processes mostly waits, so that three run at a time; what looks at clocks has the machine to itself.
 test: setup
-	@$(BIN)/pytest -n 3 --dist worksteal -m 'not alone' tests/multiprocess tests/integration tests/numerics tests/property tests/unit
-	@$(BIN)/pytest -m alone tests
+	@$(BIN)/pytest -n 3 --dist worksteal -m 'not alone and not deep' tests/multiprocess tests/integration tests/numerics tests/property tests/unit
+	@$(BIN)/pytest -m 'alone and not deep' tests
 
-# The long matrices: every strategy on every family over 2 and 4 processes, and 20,000 random plans (about an hour).
+# The long ones: every strategy on every family over 2 and 4 processes, large models, and 20,000 random plans (about an hour).
 test-deep: setup
-	@ROTA_DEEP=1 $(BIN)/pytest -p no:cacheprovider tests/multiprocess/test_engine.py
+	@$(BIN)/pytest -p no:cacheprovider -m deep tests
 	@pids=; for shard in 0/2 1/2; do \
 	  ROTA_PLAN_CASES=20000 ROTA_PLAN_SHARD=$$shard $(BIN)/pytest -p no:cacheprovider tests/numerics/test_plans.py & \
 	  pids="$$pids $$!"; \

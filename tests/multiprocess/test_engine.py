@@ -1,7 +1,6 @@
 """Every strategy, run by one process per device, trains what one device trains: a few here, all in `make test-deep`."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +95,6 @@ FOUR = (
 )
 SINGLE = 1e-4
 # Few and small here; the whole matrix takes a while.
-DEEP = "ROTA_DEEP" in os.environ
 FAMILIES = "gpt,gpt2,llama,t5,vit,swin,evoformer,resnet,mixture,bert,mbart"
 NEVER_REFUSED = ("data", "zero", "coshard", "data(microbatches=2)", "zero(stage=3)", "pipeline(microbatches=4)")
 
@@ -158,7 +156,7 @@ def test_in_single_precision_they_are_near(tmp_path):
     check(run_ranks(tmp_path, 2, "gpt", ("data", "tensor", "zero(stage=3)"), "float32", timeout_s=130), within=SINGLE)
 
 
-@pytest.mark.skipif(not DEEP, reason="the whole matrix is for make test-deep")
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES.split(","))
 @pytest.mark.parametrize(("size", "texts"), [(2, TWO), (4, FOUR)])

@@ -15,7 +15,7 @@ from rota.cluster.discover import available_cores
 from rota.store.journal import read_events
 from rota.testing import plain
 
-KILLS = 24
+KILLS = 21
 TARGETS = ("worker", "controller", "group")
 
 

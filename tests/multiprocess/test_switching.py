@@ -1,6 +1,5 @@
 """A task that goes from strategy to strategy while it trains ends where one that never switches does."""
 
-import os
 import time
 from contextlib import closing
 
@@ -31,7 +30,6 @@ SCRIPT = [
     ("single", 1),
 ]
 STEPS = 40
-DEEP = bool(os.environ.get("ROTA_DEEP"))
 
 
 class Slow(torch.utils.data.Dataset):
@@ -106,8 +104,8 @@ class Scripted:
         return decisions
 
 
-@pytest.mark.timeout(400 if DEEP else 150)
-@pytest.mark.parametrize("name", ["gpt", *(["llama", "vit"] if DEEP else [])])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.deep) for name in ("llama", "vit"))])
 def test_a_task_that_switches_trains_what_one_that_does_not_trains(name, tmp_path):
     task = gpt_task() if name == "gpt" else zoo_task(name)
     cluster = rota.local(devices=2, memory="2GiB")

@@ -19,6 +19,9 @@ from rota.graph.run import run_op
 from rota.plan.box import Box, even_widths, first_overlap, missing
 from rota.testing import check_op, zoo
 
+ZOO = [pytest.param(name, marks=pytest.mark.deep) if name in ("evoformer", "swin") else name for name in zoo.names()]
+"""The largest take long."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
@@ -104,7 +107,7 @@ def assert_tiles(shape, boxes, *, whole):
 # ---- the zoo ----
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", ZOO)
 def test_factors_fit_and_cuts_tile_in_every_model(name):
     refined = specimen(name).refined
     assert_factors_fit(refined)
@@ -114,7 +117,7 @@ def test_factors_fit_and_cuts_tile_in_every_model(name):
 CHECKED = set()
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", ZOO)
 def test_parts_of_every_op_of_every_model_make_up_the_op(name):
     model = specimen(name)
     refined = model.refined

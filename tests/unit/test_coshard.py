@@ -131,6 +131,7 @@ def large_swin():
     return model, {"pixel_values": torch.rand(1, 3, 112, 112), "labels": torch.zeros(1, dtype=torch.long)}
 
 
+@pytest.mark.deep
 def test_a_quarter_of_each_layer_at_a_time_takes_at_most_half_of_the_memory():
     model, batch = large_swin()
     with warnings.catch_warnings():

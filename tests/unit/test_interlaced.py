@@ -142,6 +142,7 @@ def test_a_model_without_a_vocabulary_is_refused(refused):
     assert "vocabulary can be cut into 3" in refused(interlaced(), graph, 3)
 
 
+@pytest.mark.deep
 def test_with_a_large_vocabulary_a_step_is_predicted_to_be_faster_than_with_a_pipeline_or_tensor_parallelism():
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers")

@@ -291,6 +291,7 @@ def test_few_replicas_tell_what_many_take(monkeypatch, text, devices):
     assert max(told.peak_bytes) == pytest.approx(max(exact.peak_bytes), rel=0.1)
 
 
+@pytest.mark.deep
 def test_a_deep_model_is_searched_by_its_layers_and_its_winner_is_exact(deep_graph):
     found = search(deep_graph, 8)
     assert any(one.measured and not one.exact for one in found.candidates)
