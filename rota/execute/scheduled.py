@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,9 +26,11 @@ _SOON_STEPS = 20
 _MOMENT = 0.02
 """or this part of the time that the run has taken."""
 _SHARE, _MOST_S = 0.01, 10.0
-"""Of what is left: so long may a solver think, in the background."""
-_EVERY_S = 2.0
-"""Not oftener."""
+"""Of the whole run: so long may solvers think in the background, on processors that the tasks use; and at one time."""
+_EVERY_S, _EVERY_SHARE = 2.0, 0.01
+"""Plans are not made oftener, the second of the time that the run has taken."""
+_RECENT = 5
+"""The last times that were told of a way; their median counts."""
 SWITCH_S = 3.0
 """What leaving devices takes, until it was seen."""
 
@@ -84,6 +87,14 @@ class Scheduled:
         """(class, label, devices) -> the step that the present plan assumes"""
         self._wrong: dict[tuple[str, str, int], float] = {}
         """the same -> by how much its estimate was wrong when it was first seen"""
+        self._recent: dict[tuple[str, str, int], collections.deque[float]] = {}
+        """the same -> what a step took lately"""
+        self._told: dict[str, tuple[int, int]] = {}
+        """task -> the attempt and step of what was last taken note of"""
+        self._thought_s = 0.0
+        """How long solvers have thought."""
+        self._thinking_s = 0.0
+        """How long one may, now."""
         self._ended = -1
         self._due = improve or not intents
         self._leaving: dict[str, tuple[int, float]] = {}
@@ -144,15 +155,26 @@ class Scheduled:
             self._estimates[task.name] = (*known, live)
             self._due = True
             return
-        believed_s = self._used.setdefault((kind, label, count), way.step_s)
-        self._wrong.setdefault((kind, label, count), abs(math.log(task.step_s / believed_s)))
-        if abs(task.step_s / believed_s - 1) <= _MOVED:
+        key = (kind, label, count)
+        live_s = self._recently(key, task)
+        believed_s = self._used.setdefault(key, way.step_s)
+        self._wrong.setdefault(key, abs(math.log(live_s / believed_s)))
+        if abs(live_s / believed_s - 1) <= _MOVED:
             return
-        self._used[(kind, label, count)] = task.step_s
+        self._used[key] = live_s
         self._due = True
         for name, estimates in self._estimates.items():
             if self._classes.get(name, name) == kind:
-                self._estimates[name] = corrected(estimates, label=label, devices=count, live_s=task.step_s)
+                self._estimates[name] = corrected(estimates, label=label, devices=count, live_s=live_s)
+
+    def _recently(self, key: tuple[str, str, int], task: TaskRecord) -> float:
+        """What a step of a way takes, whatever befell a single one."""
+        assert task.step_s is not None
+        recent = self._recent.setdefault(key, collections.deque(maxlen=_RECENT))
+        if self._told.get(task.name) != (task.attempt, task.step):
+            self._told[task.name] = (task.attempt, task.step)
+            recent.append(task.step_s)
+        return statistics.median(recent)
 
     def _way(self, task: TaskRecord) -> str:
         """How a task runs, by the name that its estimates have for it."""
@@ -165,7 +187,9 @@ class Scheduled:
     # ---- thinking ----
 
     def _ask(self, view: View) -> None:
-        if not self._due or self._asked is not None or self._leaving or view.now_s - self._asked_s < _EVERY_S:
+        elapsed_s = view.now_s - view.record.begin_s
+        every_s = max(_EVERY_S, _EVERY_SHARE * elapsed_s)
+        if not self._due or self._asked is not None or self._leaving or view.now_s - self._asked_s < every_s:
             return
         left = list(self._remaining(view))
         if self._intents and self._soon(view):
@@ -180,11 +204,12 @@ class Scheduled:
             deadlines={task: at_s - view.now_s for task, at_s in self._deadlines.items()},
         )
         present = continued(problem, list(self._intents.values()))
-        seconds = _MOST_S
+        self._thinking_s = _MOST_S
         if present is not None:
-            seconds = min(_MOST_S, _SHARE * value_of(problem, present).makespan_s)
+            allowed_s = _SHARE * (elapsed_s + value_of(problem, present).makespan_s) - self._thought_s
+            self._thinking_s = max(0.0, min(_MOST_S, allowed_s))
         self._asked = problem
-        self._solver.ask(problem, hints=() if present is None else (present,), seconds=seconds)
+        self._solver.ask(problem, hints=() if present is None else (present,), seconds=self._thinking_s)
 
     def _soon(self, view: View) -> bool:
         """Whether more will be known in a moment, of tasks that have only just begun."""
@@ -224,6 +249,8 @@ class Scheduled:
         if solved is None:
             return
         problem, self._asked = self._asked, None
+        if self._thinking_s > 0:
+            self._thought_s += view.now_s - self._asked_s
         running = {task.name for task in view.record.tasks.values() if task.state is TaskState.RUNNING}
         held = {option.tasks[0] for option in problem.options if option.held}
         if not held <= running or any(task not in held for task in running & set(problem.tasks)):
@@ -247,8 +274,11 @@ class Scheduled:
             task, intent = view.record.tasks[name], self._intents[name]
             self.switches += 1
             self._leaving[name] = (task.attempt, view.now_s)
-            old = f"{self._way(task)} on {', '.join(task.devices)}"
-            yield Switch(task=name, reason=f"goes on as {intent.label} on {', '.join(intent.devices)} instead of {old}")
+            old, new = (self._way(task), task.devices), (intent.label, intent.devices)
+            reason = (
+                "makes room, and goes on later" if old == new else f"goes on as {_told(*new)} instead of {_told(*old)}"
+            )
+            yield Switch(task=name, reason=reason)
 
     def another_way(self, task: TaskRecord) -> str:
         """The way in which a task runs has failed: drop it for all that cost the same, and say what is left."""
@@ -286,3 +316,7 @@ class Scheduled:
                 yield Launch(task=intent.task, devices=intent.devices, strategy=strategy)
                 free = [device for device in free if device not in intent.devices]
             taken |= set(intent.devices)
+
+
+def _told(label: str, devices: Sequence[str]) -> str:
+    return f"{label} on {', '.join(devices)}"

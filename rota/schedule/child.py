@@ -199,6 +199,8 @@ def main() -> None:
     """Be the child: a request from stdin, solutions to stdout."""
     # The terminal sends Ctrl-C to every process; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # While tasks train, they come first.
+    os.nice(19)
     # Unbuffered: what is buffered of the request's pipe the watching thread would not see.
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         line = _line(pipe)

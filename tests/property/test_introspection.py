@@ -6,7 +6,8 @@ from rota.schedule.problem import Node
 from rota.testing.clusters import misjudged, play, random_tasks
 
 NODES = (Node(name="n", kind="fake", devices=("d0", "d1", "d2", "d3")),)
-SEEDS = range(4)
+SEEDS = range(100, 104)
+"""Not those that the rules were made with."""
 
 
 def sweep(seed):
