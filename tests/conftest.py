@@ -4,6 +4,7 @@ the virtual clock.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from rota.cli import main
 from rota.errors import InputError
 from rota.execute.backends.simulated import SimulatedBackend, SimulatedTask
 from rota.execute.controller import Controller
@@ -122,3 +124,23 @@ def simulate(make_task: Callable[..., Task]) -> Callable[..., SimulatedRun]:
         return SimulatedRun(tasks, root, plans, **options)
 
     return make
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Calls a command in this process; gives its exit code, its output and its errors."""
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        path, modules = list(sys.path), set(sys.modules)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main([str(one) for one in arguments])
+        finally:
+            sys.path[:] = path
+            for name in set(sys.modules) - modules:
+                if name.startswith("rota_sweep_"):
+                    del sys.modules[name]
+        done = capsys.readouterr()
+        return ended.value.code, done.out, done.err
+
+    return call

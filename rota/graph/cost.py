@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rota.graph.graph import ELEMENT_BYTES
 from rota.graph.part import Ranges
 from rota.graph.refine import Refined
 from rota.graph.rules import occurrences
@@ -17,11 +18,6 @@ _FREE = frozenset(
 )
 """Views: they touch nothing, unless a copy is needed."""
 
-_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
@@ -33,7 +29,7 @@ class Work:
 
 def element_bytes(refined: Refined, tensor: str) -> int:
     """Of one element of a tensor."""
-    return _BYTES[refined.graph.tensors[tensor].dtype]
+    return ELEMENT_BYTES[refined.graph.tensors[tensor].dtype]
 
 
 def work_of(refined: Refined, op_name: str, ranges: Ranges) -> Work:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+ELEMENT_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
 
 
 class Role(enum.StrEnum):
@@ -30,6 +36,11 @@ class Tensor:
     role: Role
     requires_grad: bool = False
     """Whether the backward pass computes a gradient of it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all of it."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,8 @@ class DeviceRun:
         }
         self._free: dict[str, torch.Tensor] = {}
         self._key = 0
+        self._shares = 1
+        """Of how many batches the loss of a step is the mean."""
 
     # ---- state ----
 
@@ -153,9 +155,9 @@ class DeviceRun:
             parts = [self.values[value] for value in values]
             if i in node.seeds:
                 loss = self._graph.tensors[segment.exits[i].tensor]
-                parts.append(torch.ones(loss.shape, dtype=getattr(torch, loss.dtype)))
+                parts.append(torch.ones(loss.shape, dtype=getattr(torch, loss.dtype)) / self._shares)
             gradients.append(total(parts))
-        again = self._inputs(segment, node, everything=segment.recompute)
+        again = self._again(segment, node)
         found = self._runner(node.segment).backward(tape, gradients, values=again, place=self._place(node))
         del tape, gradients, again
         for entry, value, gradient in zip(segment.entries, node.adds, found, strict=True):
@@ -193,14 +195,19 @@ class DeviceRun:
 
     def _runner(self, index: int) -> SegmentRunner:
         if index not in self._runners:
-            self._runners[index] = SegmentRunner(
-                self.program.segments[index], self.program.refined, compiled=self._compiled
-            )
+            self._runners[index] = self._made_runner(self.program.segments[index])
         return self._runners[index]
+
+    def _made_runner(self, segment: Segment) -> SegmentRunner:
+        return SegmentRunner(segment, self.program.refined, compiled=self._compiled)
 
     def _place(self, node: Node) -> Place:
         shift = 0 if node.microbatch == ONCE else self.program.microbatches.starts[node.microbatch]
         return Place(key=self._key, shift=shift, plain=self._plain)
+
+    def _again(self, segment: Segment, node: Node) -> list[Any]:
+        """The entries that a backward pass needs."""
+        return self._inputs(segment, node, everything=segment.recompute)
 
     def _inputs(self, segment: Segment, node: Node, *, everything: bool = True) -> list[Any]:
         """The tensors of a segment's entries; None for one that the node does not need."""

@@ -22,14 +22,14 @@ def hollow_out(model: torch.nn.Module, *, keep: set[int] = frozenset()) -> None:
                 if tensor is None or id(tensor) in keep:
                     continue
                 if id(tensor) not in made:
-                    hollow: torch.Tensor = _hollow(tensor)
+                    hollow = hollow_like(tensor)
                     if isinstance(tensor, torch.nn.Parameter):
                         hollow = torch.nn.Parameter(hollow, requires_grad=tensor.requires_grad)
                     made[id(tensor)] = (hollow, tensor)
                 table[name] = made[id(tensor)][0]
 
 
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+def hollow_like(tensor: torch.Tensor) -> torch.Tensor:
     """Pages that are mapped and never touched: the system gives them no memory, and a limit on data ignores them."""
     if tensor.numel() == 0:
         return torch.empty_like(tensor, device="cpu")
@@ -37,4 +37,4 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it cannot be written to, which is as it should be
-        return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
+        return torch.frombuffer(pages, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())

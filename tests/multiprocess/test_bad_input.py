@@ -138,16 +138,18 @@ sweep = rota.grid(task, lr=[0.1])
 """
 
 
-def test_folders_files_and_journals_that_do_not_fit_are_refused(cli, sweep_file, tmp_path):
+def test_folders_files_and_journals_that_do_not_fit_are_refused(cli, command, sweep_file, tmp_path, monkeypatch):
     file = sweep_file(text=SMALL)
     assert cli.run("run", file, "--out", "run").returncode == 0
 
+    monkeypatch.chdir(tmp_path)
+
     def refused(*arguments, code=2):
-        done = cli.run(*arguments)
-        assert done.returncode == code, done
-        assert done.stderr.startswith("rota: ")
-        assert len(done.stderr.strip().splitlines()) == 1
-        return done.stderr
+        ended, _, told = command(*arguments)
+        assert ended == code, told
+        assert told.startswith("rota: ")
+        assert len(told.strip().splitlines()) == 1
+        return told
 
     (tmp_path / "other.py").write_text(SMALL.replace("lr=[0.1]", "lr=[0.1, 0.2]"))
     assert "another sweep" in refused("run", "other.py", "--out", "run")
@@ -166,8 +168,8 @@ def test_folders_files_and_journals_that_do_not_fit_are_refused(cli, sweep_file,
 
     journal = tmp_path / "run" / "journal.db"
     journal.write_bytes(b"this is not a database" * 100)
-    for command in (("status", "run"), ("report", "run"), ("run", "other.py", "--out", "run")):
-        assert "the file is damaged" in refused(*command, code=1)
+    for words in (("status", "run"), ("report", "run"), ("run", "other.py", "--out", "run")):
+        assert "the file is damaged" in refused(*words, code=1)
     assert (tmp_path / "run" / "tasks" / "task-0.1" / "model.safetensors").exists()
 
 

@@ -1,0 +1,117 @@
+"""Memory that a disk can read into: aligned, counted, and given back to the system when nobody uses it any more."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rota.errors import FitError
+
+ALIGNMENT = 4096
+"""Of what is read and written without the page cache."""
+_TENSOR_ALIGNMENT = 64
+_HUGE = 2 * 2**20
+
+
+class Budget:
+    """Admits bytes as long as there is room. Every byte of a slab is counted until its memory is really gone."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int, what: str) -> None:
+        """FitError if there is no room; then nothing is taken."""
+        with self._lock:
+            if self.used_bytes + size_bytes > self.budget_bytes:
+                raise FitError(
+                    f"{what} needs {size_bytes:,} bytes, and {self.used_bytes:,} of {self.budget_bytes:,} are in use: "
+                    "a defect of rota; please report it"
+                )
+            self.used_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def give(self, size_bytes: int) -> None:
+        """They are free again."""
+        with self._lock:
+            self.used_bytes -= size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A tensor in a slab."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """How tensors lie in a slab."""
+
+    shapes: tuple[Shape, ...]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Shelf:
+        """One behind the other. Their strides stay, so that they must be dense."""
+        shapes = []
+        end = 0
+        for tensor in tensors:
+            dense = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            assert tensor.numel() in (0, dense), "a tensor with gaps"
+            shapes.append(Shape(size=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype, offset_bytes=end))
+            end = _rounded(end + tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT)
+        return cls(shapes=tuple(shapes), size_bytes=_rounded(end, ALIGNMENT))
+
+
+class Slab:
+    """A row of bytes. It is gone when the slab and all tensors that were made of it are."""
+
+    def __init__(self, size_bytes: int, *, budget: Budget, what: str) -> None:
+        assert size_bytes > 0
+        assert size_bytes % ALIGNMENT == 0
+        budget.take(size_bytes, what)
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        weakref.finalize(self._map, budget.give, size_bytes)
+        if size_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # one fault for 2 MiB instead of 512
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    @property
+    def bytes(self) -> memoryview:
+        """To be read into, or written from."""
+        return memoryview(self._map)
+
+    def tensors(self, shelf: Shelf) -> list[torch.Tensor]:
+        """Views of it; each keeps all of its memory."""
+        assert shelf.size_bytes <= self.size_bytes
+        return [self._tensor(shape) for shape in shelf.shapes]
+
+    def _tensor(self, shape: Shape) -> torch.Tensor:
+        count = 1
+        for size in shape.size:
+            count *= size
+        if count == 0:
+            return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
+        flat: Any = torch.frombuffer(self._map, dtype=shape.dtype, count=count, offset=shape.offset_bytes)
+        return torch.as_strided(flat, shape.size, shape.stride)
+
+
+def shelf_bytes(sizes_bytes: Iterable[int]) -> int:
+    """What tensors of these sizes take in a slab."""
+    return _rounded(sum(_rounded(size, _TENSOR_ALIGNMENT) for size in sizes_bytes), ALIGNMENT)
+
+
+def _rounded(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment

@@ -1,0 +1,391 @@
+"""What a step of a program does to the memory of its device: stages, and the items that they read, change and make.
+
+Parameters that the same segments read come and go together, as a group: its weights, its gradients, its moments. What
+one segment hands to another is an item, and so is what a segment keeps for its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rota.graph.graph import Role
+from rota.memory.residency import Item, Stage
+from rota.memory.slab import shelf_bytes
+from rota.plan.program import Node, NodeKind, Program, Segment, Source, Value
+from rota.runtime.footprint import Footprint, Footprints
+
+FIXED = "fixed"
+"""The item of what never leaves: buffers, and the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Parameters that come and go together."""
+
+    name: str
+    parameters: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    trained: bool
+    """Whether they have gradients and moments."""
+    shared: bool
+    """Whether several segments read them, so that a gradient has several parts."""
+
+    @property
+    def weights(self) -> str:
+        """The item of its parameters."""
+        return f"{self.name}-weights"
+
+    @property
+    def moments(self) -> str:
+        """The item of what the optimizer remembers of them."""
+        return f"{self.name}-moments"
+
+    @property
+    def gradients(self) -> str:
+        """The item of their gradients."""
+        return f"{self.name}-gradients"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Act:
+    """What a stage does."""
+
+    kind: Literal["forward", "backward", "update"]
+    batch: int
+    node: int = -1
+    group: str = ""
+    drops: tuple[Value, ...] = ()
+    """What nobody reads after it."""
+    completes: tuple[str, ...] = ()
+    """The parameters whose gradient of this batch is complete with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of one or more batches."""
+
+    groups: Mapping[str, Group]
+    items: Mapping[str, Item]
+    stages: tuple[Stage, ...]
+    acts: tuple[Act, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a step depends on, beside its program."""
+
+    batches: int = 1
+    """Whose gradients are added up."""
+    clipped: bool = False
+    """No parameter changes before all gradients are there."""
+    moments: int = 2
+    """How many numbers the optimizer remembers of each element."""
+    update_bytes: int = 0
+    """What the optimizer needs while it updates a group."""
+    fixed_bytes: int = 0
+    """Beside buffers, what is always there."""
+
+
+SegmentSeconds = Callable[[Segment], tuple[float, float]]
+"""Of its forward and of its backward pass."""
+
+
+def groups_of(program: Program) -> dict[str, Group]:
+    """The parameters of a program, by who reads them."""
+    readers: dict[str, set[int]] = {}
+    for segment in program.segments:
+        for entry in segment.entries:
+            if entry.source is Source.STORED and _role(program, entry.tensor) is Role.PARAMETER:
+                readers.setdefault(entry.tensor, set()).add(segment.index)
+    together: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for name, by in readers.items():
+        together.setdefault((tuple(sorted(by)), name in program.gradients), []).append(name)
+    found = {}
+    for number, ((segments, trained), names) in enumerate(together.items()):
+        name = f"group{number}"
+        sizes = tuple(program.refined.graph.tensors[one].size_bytes for one in names)
+        shared = len(segments) > 1
+        found[name] = Group(name=name, parameters=tuple(names), sizes_bytes=sizes, trained=trained, shared=shared)
+    return found
+
+
+def step_of(
+    program: Program,
+    groups: Mapping[str, Group],
+    footprints: Footprints,
+    training: Training,
+    seconds: SegmentSeconds = lambda segment: (0.0, 0.0),
+) -> Step:
+    """The stages of a step: all nodes for each batch, and updates as soon as gradients are complete."""
+    return _Builder(program, groups, footprints, training, seconds).step()
+
+
+class _Builder:
+    def __init__(
+        self,
+        program: Program,
+        groups: Mapping[str, Group],
+        footprints: Footprints,
+        training: Training,
+        seconds: SegmentSeconds,
+    ) -> None:
+        self._program = program
+        self._training = training
+        self._seconds = seconds
+        self._groups = groups
+        self._group_of = {name: group for group in groups.values() for name in group.parameters}
+        self._prints = {segment.index: footprints.of(segment) for segment in program.segments}
+        self._items: dict[str, Item] = {}
+        self._stages: list[Stage] = []
+        self._acts: list[Act] = []
+        self._made: set[str] = set()
+
+    def step(self) -> Step:
+        """All of it."""
+        self._add_lasting()
+        # What is read when, over the nodes of a batch; it tells when each value ends.
+        program = self._program
+        told = {one.value for one in program.results.values()}
+        told |= {value for pieces in program.updates.values() for value in pieces.values()}
+        uses = [_Uses(program, self._prints, node, told) for node in program.nodes]
+        _extend(uses, _shared(program, self._prints))
+        last_backward = self._last_backward(uses)
+        for batch in range(self._training.batches):
+            self._add_batch(batch, uses, last_backward)
+        if self._training.clipped:
+            for group in self._groups.values():
+                self._add_update(group)
+        return Step(groups=self._groups, items=self._items, stages=tuple(self._stages), acts=tuple(self._acts))
+
+    def _add_lasting(self) -> None:
+        graph = self._program.refined.graph
+        buffers = sum(
+            graph.tensors[name].size_bytes for name in self._program.stored if _role(self._program, name) is Role.BUFFER
+        )
+        self._items[FIXED] = Item(size_bytes=buffers + self._training.fixed_bytes, lasting=True, movable=False)
+        for group in self._groups.values():
+            self._items[group.weights] = Item(size_bytes=shelf_bytes(group.sizes_bytes), lasting=True)
+            if group.trained:
+                moments = shelf_bytes(group.sizes_bytes * self._training.moments)
+                if moments:
+                    self._items[group.moments] = Item(size_bytes=moments, lasting=True)
+                self._items[group.gradients] = Item(size_bytes=shelf_bytes(group.sizes_bytes), movable=not group.shared)
+
+    def _last_backward(self, uses: Sequence[_Uses]) -> dict[int, list[Group]]:
+        """node -> the groups whose gradients are complete with it"""
+        last: dict[str, int] = {}
+        for number, names in _completed(uses).items():
+            for name in names:
+                group = self._group_of[name].name
+                last[group] = max(number, last.get(group, 0))
+        found: dict[int, list[Group]] = {}
+        for name, number in last.items():
+            found.setdefault(number, []).append(self._groups[name])
+        return found
+
+    def _add_batch(self, batch: int, uses: Sequence[_Uses], last_backward: Mapping[int, Sequence[Group]]) -> None:
+        last: dict[Key, int] = {}
+        for number, use in enumerate(uses):
+            for key in (*use.reads, *use.makes):
+                last[key] = number
+        completed = _completed(uses)
+        begun: set[Key] = set()
+        for number, use in enumerate(uses):
+            made = [key for key in use.makes if key not in begun]
+            begun.update(made)
+            for key in made:
+                size = use.sizes[key]
+                self._items[item_of(batch, key)] = Item(size_bytes=size, movable=False)
+            weights = {self._group_of[name] for name in use.parameters}
+            derived = {self._group_of[name].gradients for name in use.derived}
+            new = derived - self._made
+            self._made |= new
+            ended = [key for key in (*use.reads, *use.makes) if last[key] == number]
+            forward_s, backward_s = self._seconds(use.segment)
+            self._stages.append(
+                Stage(
+                    name=f"the {use.node.kind} pass of {_name(self._program, use.segment)}",
+                    reads=frozenset(
+                        {FIXED}
+                        | {group.weights for group in weights}
+                        | {item_of(batch, key) for key in use.reads}
+                        | (derived - new)
+                    ),
+                    changes=frozenset(derived - new),
+                    makes=frozenset({item_of(batch, key) for key in made} | new),
+                    ends=frozenset(item_of(batch, key) for key in ended),
+                    work_bytes=max(0, use.work_bytes - (use.derived_bytes if new == derived else 0)),
+                    seconds=forward_s if use.node.kind is NodeKind.FORWARD else backward_s,
+                )
+            )
+            kind: Literal["forward", "backward"] = "forward" if use.node.kind is NodeKind.FORWARD else "backward"
+            self._acts.append(
+                Act(
+                    kind=kind,
+                    batch=batch,
+                    node=number,
+                    drops=tuple(key for key in ended if isinstance(key, Value)),
+                    completes=completed.get(number, ()),
+                )
+            )
+            if batch == self._training.batches - 1 and not self._training.clipped:
+                for group in last_backward.get(number, ()):
+                    self._add_update(group)
+
+    def _add_update(self, group: Group) -> None:
+        if group.gradients not in self._made:
+            return
+        state = {group.weights} | ({group.moments} if group.moments in self._items else set())
+        self._stages.append(
+            Stage(
+                name=f"the update of {', '.join(group.parameters[:2])}{', ...' if len(group.parameters) > 2 else ''}",
+                reads=frozenset({FIXED, group.gradients} | state),
+                changes=frozenset(state),
+                ends=frozenset({group.gradients}),
+                work_bytes=self._training.update_bytes,
+            )
+        )
+        self._acts.append(Act(kind="update", batch=self._training.batches - 1, group=group.name))
+
+
+class _Uses:
+    """What a node reads and makes: values, and the tapes of segments as (segment, micro-batch)."""
+
+    def __init__(self, program: Program, prints: Mapping[int, Footprint], node: Node, told: set[Value]) -> None:
+        """`told` are values that are there when all is done: metrics, and what buffers become."""
+        assert node.kind is not NodeKind.EXCHANGE
+        self.node = node
+        self.told = told
+        self.segment = program.segments[node.segment]
+        found = prints[node.segment]
+        tape = (node.segment, node.microbatch)
+        self.reads: list[Key] = []
+        self.makes: list[Key] = []
+        self.sizes: dict[Key, int] = {}
+        self.parameters: list[str] = []
+        """Whose weights must be there."""
+        self.derived: list[str] = []
+        """Whose gradients it adds to."""
+        self.derived_bytes = 0
+        if node.kind is NodeKind.FORWARD:
+            self._read(program, node.reads, [True] * len(node.reads))
+            for made, size in zip(node.makes, found.exits, strict=True):
+                if made not in told:
+                    self._make(made, size)
+            if self.segment.grad:
+                self._make(tape, _tape_bytes(self.segment, found))
+            self.work_bytes = max(0, found.forward_peak - sum(self.sizes.values()))
+            return
+        again = self.segment.recompute
+        self._read(program, forward_reads(program, node), [again or keeps for keeps in found.keeps_entry])
+        self.reads.append(tape)
+        for coming in (value for values in node.gradients for value in values):
+            if coming not in self.reads:
+                self.reads.append(coming)
+        for entry, value, size in zip(self.segment.entries, node.adds, found.gradients, strict=True):
+            if value is None:
+                continue
+            if _role(program, entry.tensor) is Role.PARAMETER:
+                self.derived.append(entry.tensor)
+                self.derived_bytes += size
+            else:
+                self._make(value, size)
+        self.work_bytes = max(0, found.backward_peak - sum(self.sizes.values()))
+
+    def _read(self, program: Program, values: Sequence[Value | None], wanted: Iterable[bool]) -> None:
+        for entry, value, needed in zip(self.segment.entries, values, wanted, strict=True):
+            if value is None or not needed:
+                continue
+            if entry.source is not Source.STORED:
+                if value not in self.told:
+                    self.reads.append(value)
+            elif _role(program, entry.tensor) is Role.PARAMETER:
+                self.parameters.append(entry.tensor)
+
+    def _make(self, key: Key, size: int) -> None:
+        self.makes.append(key)
+        self.sizes[key] = size
+
+
+Key = Value | tuple[int, int]
+"""A value, or what a segment keeps of a micro-batch."""
+
+
+def _completed(uses: Sequence[_Uses]) -> dict[int, tuple[str, ...]]:
+    """node -> the parameters that no later one adds to the gradient of"""
+    last = {name: number for number, use in enumerate(uses) for name in use.derived}
+    found: dict[int, tuple[str, ...]] = {}
+    for name, number in last.items():
+        found[number] = (*found.get(number, ()), name)
+    return found
+
+
+def _shared(program: Program, prints: Mapping[int, Footprint]) -> dict[Value, tuple[Value, str | None]]:
+    """value -> the value whose memory it is a view of, and the parameter if it is one"""
+    found: dict[Value, tuple[Value, str | None]] = {}
+    for node in program.nodes:
+        if node.kind is not NodeKind.FORWARD:
+            continue
+        segment = program.segments[node.segment]
+        for value, entry in zip(node.makes, prints[node.segment].exit_of_entry, strict=True):
+            read = None if entry is None else node.reads[entry]
+            if entry is None or read is None:
+                continue
+            of = segment.entries[entry]
+            parameter = of.source is Source.STORED and _role(program, of.tensor) is Role.PARAMETER
+            if of.source is Source.STORED and not parameter:
+                continue
+            found[value] = found.get(read, (read, of.tensor if parameter else None))
+    return found
+
+
+def _extend(uses: Sequence[_Uses], shared: Mapping[Value, tuple[Value, str | None]]) -> None:
+    """Who reads a view reads what it is a view of."""
+    for use in uses:
+        for key in list(use.reads):
+            if isinstance(key, Value) and key in shared:
+                root, parameter = shared[key]
+                if parameter is not None:
+                    use.parameters.append(parameter)
+                elif not any(root == one for one in use.reads):
+                    use.reads.append(root)
+
+
+def item_of(batch: int, key: Key) -> str:
+    """The name of the item that holds a value, or what a segment keeps."""
+    if isinstance(key, Value):
+        return f"{batch}:{key.name}:{key.microbatch}:{key.box}"
+    return f"{batch}:tape:{key[0]}:{key[1]}"
+
+
+def forward_reads(program: Program, backward: Node) -> tuple[Value | None, ...]:
+    """What the forward pass read whose backward pass a node is."""
+    for node in program.nodes:
+        if (
+            node.kind is NodeKind.FORWARD
+            and node.segment == backward.segment
+            and node.microbatch == backward.microbatch
+        ):
+            return node.reads
+    raise AssertionError("a backward pass without a forward pass")
+
+
+def _tape_bytes(segment: Segment, found: Footprint) -> int:
+    """What is kept beside the entries. An exit that is kept counts twice, which is more than there is, never less."""
+    if segment.recompute:
+        return 0
+    return found.kept + sum(size for size, kept in zip(found.exits, found.keeps_exit, strict=True) if kept)
+
+
+def _role(program: Program, tensor: str) -> Role:
+    return program.refined.graph.tensors[tensor].role
+
+
+def _name(program: Program, segment: Segment) -> str:
+    """Of the modules that it is made of."""
+    graph = program.refined.graph
+    modules = {op.name: op.module or op.name for op in graph.ops}
+    first, last = modules[segment.calls[0].op], modules[segment.calls[-1].op]
+    return first if first == last else f"{first} to {last}"

@@ -1,0 +1,199 @@
+"""A model that comes and goes trains as one that stays: weights, losses and moments are equal bit for bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rota.errors import FitError
+from rota.graph.capture import capture
+from rota.memory.residency import Rates, plan_residency
+from rota.memory.shards import alive_bytes, cut_into_shards
+from rota.memory.slab import Budget
+from rota.memory.spilled import Spilled, Tiers
+from rota.memory.steps import Training, groups_of, step_of
+from rota.memory.store import Store
+from rota.runtime.footprint import Footprints
+from rota.strategies.spill import Spill
+from rota.testing.models import GPT, ResNet
+
+RATES = Rates(read_byte_s=1e-9, write_byte_s=1e-9)
+STEPS = 12
+
+
+def next_token(model, rows):
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def classes(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Tied(nn.Module):
+    """The embedding is the output layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = GPT(vocabulary=32, context=16, width=16, depth=2, heads=2, dropout=0.1)
+        self.body.head.weight = self.body.tokens.weight
+
+    def forward(self, rows):
+        return self.body(rows)
+
+
+def gpt():
+    return GPT(vocabulary=32, context=16, width=16, depth=3, heads=2, dropout=0.1)
+
+
+def rows_of(count):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 32, (4, 13), generator=generator) for _ in range(count)]
+
+
+def images_of(count):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.rand(4, 1, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+MODELS = {
+    "gpt": (gpt, rows_of, next_token),
+    "tied": (Tied, rows_of, next_token),
+    "resnet": (lambda: ResNet(width=4, depth=2), images_of, classes),
+}
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+}
+MOMENTS = {"adamw": 2, "fused": 2, "sgd": 1}
+
+
+def plainly(model, optimizer, batches, loss, *, accumulate, clip_norm):
+    losses = []
+    for number in range(0, len(batches), accumulate):
+        optimizer.zero_grad()
+        for batch in batches[number : number + accumulate]:
+            found = loss(model, batch)
+            (found / accumulate if accumulate > 1 else found).backward()
+            losses.append(found.item())
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return losses
+
+
+def spilled(model, optimizer, batches, loss, *, accumulate, clip_norm, moments, share, folder, strategy):
+    graph = capture(model, batches[0], loss)
+    program = strategy(graph, 1).compile()
+    training = Training(batches=accumulate, clipped=clip_norm is not None, moments=moments)
+    groups = groups_of(program)
+    step = step_of(program, groups, Footprints(program.refined), training)
+    everything = sum(item.size_bytes for item in step.items.values()) + max(one.work_bytes for one in step.stages)
+    least = _least(step)
+    budget = Budget(int(least + share * (everything - least)))
+    residency, _ = plan_residency(step.stages, step.items, budget_bytes=budget.budget_bytes, rates=RATES)
+    tiers = Tiers(Store(folder / "store"), budget)
+    run = Spilled(
+        program,
+        dict(model.named_parameters()),
+        dict(model.named_buffers()),
+        optimizer,
+        step=step,
+        residency=residency,
+        tiers=tiers,
+        training=training,
+        clip_norm=clip_norm,
+    )
+    try:
+        losses = []
+        for number in range(0, len(batches), accumulate):
+            told = run.train(batches[number : number + accumulate], number=number // accumulate)
+            losses += [one["loss"].item() for one in told]
+        moved = residency.moved_bytes
+        tiers.bring_back()
+        return losses, moved, budget
+    finally:
+        tiers.close()
+
+
+def _least(step):
+    low, high = 0, sum(item.size_bytes for item in step.items.values()) + max(one.work_bytes for one in step.stages)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_residency(step.stages, step.items, budget_bytes=middle, rates=RATES)
+            high = middle
+        except FitError:
+            low = middle + 1
+    return low
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "accumulate", "clip_norm"),
+    [
+        ("gpt", "adamw", 1, None),
+        ("gpt", "fused", 2, 0.5),
+        ("gpt", "sgd", 3, None),
+        ("tied", "adamw", 1, 0.5),
+        ("resnet", "adamw", 2, None),
+    ],
+)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_it_is_equal_bit_for_bit(tmp_path, name, optimizer, accumulate, clip_norm, share, activations):
+    make, batches_of, loss = MODELS[name]
+    torch.manual_seed(1)
+    plain = make()
+    moving = copy.deepcopy(plain)
+    batches = batches_of(STEPS * accumulate)
+    one, other = OPTIMIZERS[optimizer](plain), OPTIMIZERS[optimizer](moving)
+    settings = {"accumulate": accumulate, "clip_norm": clip_norm}
+    torch.manual_seed(7)
+    expected = plainly(plain, one, batches, loss, **settings)
+    torch.manual_seed(7)
+    found, moved, budget = spilled(
+        moving,
+        other,
+        batches,
+        loss,
+        **settings,
+        moments=MOMENTS[optimizer],
+        share=share,
+        folder=tmp_path,
+        strategy=Spill(shards=4, activations=activations),
+    )
+    assert found == expected
+    for key, value in plain.state_dict().items():
+        assert torch.equal(moving.state_dict()[key], value), key
+    assert budget.peak_bytes <= budget.budget_bytes
+    assert sum(moved) > 0 or share > 0
+    assert sum(moved) == 0 or share < 1
+
+
+def test_a_stage_that_needs_more_than_the_budget_is_named():
+    model, (_, batches_of, loss) = gpt(), MODELS["gpt"]
+    graph = capture(model, batches_of(1)[0], loss)
+    program = Spill(shards=4)(graph, 1).compile()
+    step = step_of(program, groups_of(program), Footprints(program.refined), Training())
+    with pytest.raises(FitError, match=r"pass of \S+.* needs [\d,]+ bytes at once, .*give it at least"):
+        plan_residency(step.stages, step.items, budget_bytes=1000, rates=RATES)
+
+
+def test_shards_are_cut_where_little_is_alive():
+    model, (_, batches_of, loss) = gpt(), MODELS["gpt"]
+    graph = capture(model, batches_of(1)[0], loss)
+    total = sum(tensor.size_bytes for tensor in graph.parameters)
+    shards = cut_into_shards(graph, most_bytes=total // 4)
+    alive = alive_bytes(graph)
+    stream = 4 * 12 * 16 * 4
+    assert [shard.start for shard in shards][1:] == [shard.stop for shard in shards][:-1]
+    assert sorted(name for shard in shards for name in shard.parameters) == sorted(one.name for one in graph.parameters)
+    for shard in shards[1:]:
+        assert alive[shard.start] <= 2 * stream, graph.ops[shard.start].name
+    for shard in shards:
+        assert sum(graph.tensors[name].size_bytes for name in shard.parameters) <= total // 4

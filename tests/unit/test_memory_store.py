@@ -1,0 +1,238 @@
+"""What is written is read again; a commit survives everything after it; what is damaged is never taken for true."""
+
+import errno
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota.errors import CheckpointError, CorruptCheckpointError, FitError
+from rota.memory.mover import Mover
+from rota.memory.slab import ALIGNMENT, Budget, Shelf, Slab
+from rota.memory.store import Store
+
+PAGE = ALIGNMENT
+
+
+def slab(fill=0, pages=2, budget=None):
+    made = Slab(pages * PAGE, budget=budget or Budget(2**30), what="a test")
+    made.bytes[:] = bytes([fill]) * (pages * PAGE)
+    return made
+
+
+def read(store, item, pages=2):
+    found = slab(pages=pages)
+    store.read(item, found.bytes)
+    return set(bytes(found.bytes))
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path / "store")
+    yield made
+    made.close()
+
+
+def reopened(tmp_path):
+    made = Store(tmp_path / "store")
+    return made, made.recover()
+
+
+# ---- slabs ----
+
+
+def test_tensors_lie_in_a_slab_as_they_were():
+    given = [torch.randn(3, 5), torch.randn(4, 6).t(), torch.arange(7), torch.randn(()), torch.empty(0)]
+    shelf = Shelf.of(given)
+    assert shelf.size_bytes % PAGE == 0
+    budget = Budget(shelf.size_bytes)
+    made = Slab(shelf.size_bytes, budget=budget, what="x")
+    views = made.tensors(shelf)
+    for view, tensor in zip(views, given, strict=True):
+        assert view.stride() == tensor.stride()
+        view.copy_(tensor)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(views, given, strict=True))
+    assert len({view.untyped_storage().data_ptr() for view in views[:4]}) == 4
+    assert all(view.data_ptr() % 64 == 0 for view in views[:4])
+
+
+def test_memory_is_counted_until_the_last_tensor_of_it_is_gone():
+    budget = Budget(10 * PAGE)
+    made = Slab(4 * PAGE, budget=budget, what="x")
+    (view,) = made.tensors(Shelf.of([torch.zeros(100)]))
+    del made
+    gc.collect()
+    assert budget.used_bytes == 4 * PAGE
+    del view
+    assert budget.used_bytes == 0
+    assert budget.peak_bytes == 4 * PAGE
+
+
+def test_beyond_the_budget_there_is_nothing():
+    budget = Budget(3 * PAGE)
+    held = Slab(2 * PAGE, budget=budget, what="x")
+    with pytest.raises(FitError, match="y needs"):
+        Slab(2 * PAGE, budget=budget, what="y")
+    assert budget.used_bytes == 2 * PAGE
+    del held
+    Slab(3 * PAGE, budget=budget, what="y")
+
+
+# ---- versions ----
+
+
+def test_what_was_written_is_read(store):
+    store.write("a", slab(1).bytes)
+    store.write("b", slab(2, pages=5).bytes)
+    assert read(store, "a") == {1}
+    assert read(store, "b", pages=5) == {2}
+    store.write("a", slab(3).bytes)
+    assert read(store, "a") == {3}
+    assert "a" in store
+    assert "c" not in store
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.one_of(st.tuples(st.sampled_from("abc"), st.integers(1, 255)), st.just("commit"), st.just("die"))),
+)
+def test_a_new_start_finds_the_last_commit_whatever_came_after_it(tmp_path_factory, moves):
+    folder = tmp_path_factory.mktemp("s")
+    store, about = reopened(folder)
+    assert about is None
+    now, committed = {}, None
+    for number, move in enumerate(moves):
+        if move == "commit":
+            store.commit({"number": number, "items": dict(now)})
+            committed = {"number": number, "items": dict(now)}
+        elif move == "die":
+            store.close()
+            store, about = reopened(folder)
+            assert about == committed
+            now = dict(committed["items"]) if committed else {}
+        else:
+            item, fill = move
+            store.write(item, slab(fill, pages=1).bytes)
+            now[item] = fill
+        for item, fill in now.items():
+            assert read(store, item, pages=1) == {fill}
+    store.close()
+
+
+def test_a_write_that_is_cut_short_leaves_the_commit_as_it_was(store, tmp_path, monkeypatch):
+    store.write("a", slab(1).bytes, summed=True)
+    store.commit({"step": 1})
+    real = os.pwrite
+
+    def full(handle, data, offset):
+        real(handle, data[:PAGE], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"a cannot be written to .*make room on the disk"):
+        store.write("a", slab(2).bytes)
+    again, about = reopened(tmp_path)
+    assert about == {"step": 1}
+    found = slab()
+    again.read("a", found.bytes)
+    again.verify("a", found.bytes)
+    assert set(bytes(found.bytes)) == {1}
+    again.close()
+
+
+def test_after_a_write_that_failed_the_version_before_it_is_read(store, monkeypatch):
+    store.write("a", slab(1).bytes)
+    store.commit({})
+    monkeypatch.setattr(os, "pwrite", lambda *given: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        store.write("a", slab(2).bytes)
+    assert read(store, "a") == {1}
+
+
+def test_a_short_file_is_an_error(store, tmp_path):
+    store.write("a", slab(1).bytes)
+    store.commit({})
+    os.truncate(tmp_path / "store" / "a.0", PAGE)
+    with pytest.raises(CorruptCheckpointError, match=r"ends after 4096 of 8192 bytes"):
+        read(store, "a")
+
+
+def test_a_flipped_bit_in_what_was_committed_is_an_error(store, tmp_path):
+    store.write("a", slab(1).bytes, summed=True)
+    store.commit({})
+    store.close()
+    with open(tmp_path / "store" / "a.0", "r+b") as file:
+        file.seek(PAGE + 17)
+        file.write(b"\x03")
+    again, _ = reopened(tmp_path)
+    found = slab()
+    again.read("a", found.bytes)
+    with pytest.raises(CorruptCheckpointError, match="was altered"):
+        again.verify("a", found.bytes)
+    again.close()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "items": {"a": [0]}, "about": {}}'])
+def test_a_damaged_record_is_an_error(store, tmp_path, text):
+    store.write("a", slab(1).bytes)
+    store.commit({})
+    (tmp_path / "store" / "commit.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"commit.json"):
+        reopened(tmp_path)
+
+
+def test_where_the_page_cache_cannot_be_passed_it_is_said_once(tmp_path, monkeypatch):
+    real = os.open
+
+    def refusing(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    told = []
+    store = Store(tmp_path / "store", notice=told.append)
+    store.write("a", slab(1).bytes)
+    store.write("b", slab(2).bytes)
+    assert read(store, "a") == {1}
+    assert len(told) == 1
+    assert "page cache" in told[0]
+    store.close()
+
+
+def test_only_the_user_can_read_it(store, tmp_path):
+    store.write("a", slab(1).bytes)
+    store.commit({})
+    for path in (tmp_path / "store").iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+# ---- moving ----
+
+
+def test_reads_and_writes_go_on_beside_the_computation_and_let_go_of_memory(store):
+    before = threading.active_count()
+    mover = Mover(store)
+    budget = Budget(8 * PAGE)
+    written = [mover.write(f"i{i}", slab(i + 1, budget=budget)) for i in range(3)]
+    for one in written:
+        one.result(timeout=10)
+    del written, one
+    gc.collect()
+    assert budget.used_bytes == 0
+    into = slab(budget=budget)
+    mover.load("i2", into).result(timeout=10)
+    assert set(bytes(into.bytes)) == {3}
+    mover.close()
+    assert threading.active_count() == before
+
+
+def test_what_goes_wrong_in_a_thread_is_told_to_who_waits(store):
+    mover = Mover(store)
+    with pytest.raises(KeyError):
+        mover.load("nothing", slab()).result(timeout=10)
+    mover.close()
