@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,10 +83,22 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
         with _quietly(), _refusing_own_gradients():
             return torch.export.export(step, (batch,), strict=False)
     except Exception as error:  # whatever the model's code or torch.export raises
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise CaptureError(
-            f"the model cannot be captured: {lines[0]}; rota can still train it on one device, as it is"
+            f"the model cannot be captured: {_reason(error)}; rota can still train it on one device, as it is"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line. What Python itself raises is mostly a mistake in the user's code: so say which, and where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if type(error).__module__ != "builtins" or isinstance(error, RuntimeError | NotImplementedError):
+        return lines[0] if lines else type(error).__name__
+    name = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    place = next((one for one in reversed(frames) if not one.filename.startswith(inside)), None)
+    where = "" if place is None else f" ({os.path.basename(place.filename)}, line {place.lineno})"
+    return f"its code raised {name}{f': {lines[0]}' if lines else ''}{where}"
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ class Shelf:
             assert tensor.numel() in (0, dense), "a tensor with gaps"
             shapes.append(Shape(size=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype, offset_bytes=end))
             end = _rounded(end + tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT)
-        return cls(shapes=tuple(shapes), size_bytes=_rounded(end, ALIGNMENT))
+        return cls(shapes=tuple(shapes), size_bytes=max(ALIGNMENT, _rounded(end, ALIGNMENT)))
 
 
 class Slab:

@@ -17,20 +17,56 @@ import torch
 from rota.memory.mover import Mover
 from rota.memory.residency import Load, Residency, Write
 from rota.memory.slab import Budget, Shelf, Slab
-from rota.memory.steps import FIXED, Act, Group, Step, Training, forward_reads
+from rota.memory.steps import FIXED, Act, Group, Step, Training, forward_reads, item_of
 from rota.memory.store import Store
-from rota.plan.program import Entry, Node, Program, Segment, Source
+from rota.plan.program import Entry, Node, Program, Segment
 from rota.runtime.device_run import DeviceRun, total
 from rota.runtime.hollow import hollow_like
-from rota.runtime.segment import SegmentRunner
+from rota.runtime.segment import Dropped, SegmentRunner, Tape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A note of a view of what a segment made and keeps."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class SpilledSegment(SegmentRunner):
-    """Keeps nothing of what other items hold."""
+    """Keeps nothing of what other items hold, and what it does keep where it can be moved."""
 
     def comes_back(self, entry: Entry) -> bool:
-        """Weights and what other segments made are given again; the batch is there anyway."""
-        return entry.source is not Source.FREE
+        """All of them: weights, what other segments made, and the batch."""
+        return True
+
+    def _dropping(self, tape: Tape, values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        entries = {value.untyped_storage()._cdata: i for i, value in enumerate(values)}
+        kept: dict[tuple[int, torch.dtype], int] = {}
+
+        def pack(tensor: torch.Tensor) -> Dropped | _Kept:
+            storage = tensor.untyped_storage()
+            size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            entry = entries.get(storage._cdata)
+            if entry is not None:
+                return Dropped(entry=entry, size=size, stride=stride, offset=offset)
+            key = (storage._cdata, tensor.dtype)
+            if key not in kept:
+                # All of the memory, flat; while it is listed no other can be given its place.
+                kept[key] = len(tape.kept)
+                tape.kept.append(torch.empty(0, dtype=tensor.dtype).set_(storage))
+            return _Kept(number=kept[key], size=size, stride=stride, offset=offset)
+
+        def unpack(note: Dropped | _Kept) -> torch.Tensor:
+            if isinstance(note, Dropped):
+                value = tape.returned[note.entry]
+                assert value is not None
+                return value.detach().as_strided(note.size, note.stride, note.offset)
+            return tape.kept[note.number].as_strided(note.size, note.stride, note.offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class SpilledRun(DeviceRun):
@@ -50,6 +86,10 @@ class SpilledRun(DeviceRun):
         self._shares = shares
         for (name, _), value in self._stored.items():
             self.values[value] = stored[name]
+
+    def kept(self, segment: int, microbatch: int) -> list[torch.Tensor]:
+        """What a segment keeps for its backward pass."""
+        return self._tapes[(segment, microbatch)].kept
 
     def hand_over(self, names: Iterable[str]) -> None:
         """Add complete gradients to those of the parameters, and forget them here."""
@@ -72,7 +112,7 @@ class SpilledRun(DeviceRun):
 
     def _again(self, segment: Segment, node: Node) -> list[Any]:
         reads = forward_reads(self.program, node)
-        found = self._inputs(segment, node, everything=segment.recompute)
+        found = self._inputs(segment, node, everything=True)
         for i, value in enumerate(reads):
             if found[i] is None and value is not None:
                 found[i] = self.values.get(value)
@@ -86,6 +126,7 @@ class Held:
     size_bytes: int
     tensors: Callable[[], Sequence[torch.Tensor]]
     """The tensors themselves stay; only their memory changes."""
+    lasting: bool = False
     slab: Slab | None = None
     shelf: Shelf | None = None
     """None before there are tensors: an optimizer remembers nothing before its first step."""
@@ -130,7 +171,7 @@ class Tiers:
             self.budget.take(held.size_bytes, item)
             self._unborn.add(item)
             return
-        slab = Slab(held.size_bytes, budget=self.budget, what=item)
+        slab = Slab(held.shelf.size_bytes, budget=self.budget, what=item)
         self._coming[item] = (self._mover.load(item, slab), slab)
 
     def finish_load(self, item: str) -> None:
@@ -147,11 +188,11 @@ class Tiers:
             return
         tensors = held.tensors()
         shelf = Shelf.of(tensors)
-        assert shelf.size_bytes == held.size_bytes, f"{item}: {shelf.size_bytes} bytes, expected {held.size_bytes}"
+        assert shelf.size_bytes <= held.size_bytes, f"{item}: {shelf.size_bytes} bytes, expected {held.size_bytes}"
         if item in self._unborn:
             self._unborn.remove(item)
             self.budget.give(held.size_bytes)
-        slab = Slab(held.size_bytes, budget=self.budget, what=item)
+        slab = Slab(shelf.size_bytes, budget=self.budget, what=item)
         for tensor, view in zip(tensors, slab.tensors(shelf), strict=True):
             view.copy_(tensor.detach())
             tensor.data = view
@@ -212,8 +253,8 @@ class Tiers:
         self.empty()
         roomy = Budget(sum(held.size_bytes for held in self.held.values()))
         for item, held in self.held.items():
-            if held.shelf is not None and held.tensors():
-                slab = Slab(held.size_bytes, budget=roomy, what=item)
+            if held.lasting and held.shelf is not None:
+                slab = Slab(held.shelf.size_bytes, budget=roomy, what=item)
                 self.store.read(item, slab.bytes)
                 held.attach(slab)
 
@@ -319,8 +360,12 @@ class Spilled:
         clip_norm: float | None = None,
         seed: int = 0,
         plain_random: bool = True,
+        release: Callable[[torch.nn.Parameter], None] = lambda parameter: None,
     ) -> None:
-        """`parameters` are the model's own, in its order, by the names of the graph; the optimizer has them."""
+        """`parameters` are the model's own, in its order, by the names of the graph; the optimizer has them.
+
+        `release` brings one that is not in memory yet.
+        """
         self.program = program
         self._parameters = parameters
         self._optimizer = optimizer
@@ -328,6 +373,7 @@ class Spilled:
         self._tiers = tiers
         self._training = training
         self._clip_norm = clip_norm
+        self._release = release
         self._norms: dict[str, torch.Tensor] = {}
         """Of the gradients that are complete."""
         self._scale: torch.Tensor | None = None
@@ -338,6 +384,18 @@ class Spilled:
         tiers.budget.take(step.items[FIXED].size_bytes, "what never leaves")
         for group in step.groups.values():
             self._settle(group)
+        for act in step.acts:
+            if act.kind == "forward":
+                self._hold_tape(act)
+
+    def _hold_tape(self, act: Act) -> None:
+        node = self.program.nodes[act.node]
+        item = item_of(act.batch, (node.segment, node.microbatch))
+        if item in self._step.items and self._step.items[item].movable:
+            self._tiers.held[item] = Held(
+                size_bytes=self._step.items[item].size_bytes,
+                tensors=lambda: self._device.kept(node.segment, node.microbatch),
+            )
 
     def _settle(self, group: Group) -> None:
         """Bring what is in memory of a group under the budget, and out to disk."""
@@ -345,7 +403,10 @@ class Spilled:
         tiers.held[group.weights] = Held(
             size_bytes=self._step.items[group.weights].size_bytes,
             tensors=lambda: [self._parameters[name] for name in group.parameters],
+            lasting=True,
         )
+        for name in group.parameters:
+            self._release(self._parameters[name])
         tiers.admit(group.weights)
         tiers.begin_write(group.weights)
         tiers.finish_write(group.weights)
@@ -355,7 +416,9 @@ class Spilled:
             )
         if group.moments in self._step.items:
             tiers.held[group.moments] = Held(
-                size_bytes=self._step.items[group.moments].size_bytes, tensors=lambda: self._remembered(group)
+                size_bytes=self._step.items[group.moments].size_bytes,
+                tensors=lambda: self._remembered(group),
+                lasting=True,
             )
             if self._remembered(group):
                 tiers.admit(group.moments)

@@ -16,6 +16,8 @@ from rota.memory.slab import shelf_bytes
 from rota.plan.program import Node, NodeKind, Program, Segment, Source, Value
 from rota.runtime.footprint import Footprint, Footprints
 
+_PADDING_BYTES = 2**16
+"""What many tensors behind each other take more than one."""
 FIXED = "fixed"
 """The item of what never leaves: buffers, and the batch."""
 
@@ -86,6 +88,8 @@ class Training:
     """What the optimizer needs while it updates a group."""
     fixed_bytes: int = 0
     """Beside buffers, what is always there."""
+    activations_move: bool = False
+    """What segments keep for their backward passes may leave, where there is no room for it."""
 
 
 SegmentSeconds = Callable[[Segment], tuple[float, float]]
@@ -197,7 +201,8 @@ class _Builder:
             begun.update(made)
             for key in made:
                 size = use.sizes[key]
-                self._items[item_of(batch, key)] = Item(size_bytes=size, movable=False)
+                moves = self._training.activations_move and not isinstance(key, Value) and size > 0
+                self._items[item_of(batch, key)] = Item(size_bytes=size, movable=moves)
             weights = {self._group_of[name] for name in use.parameters}
             derived = {self._group_of[name].gradients for name in use.derived}
             new = derived - self._made
@@ -376,7 +381,8 @@ def _tape_bytes(segment: Segment, found: Footprint) -> int:
     """What is kept beside the entries. An exit that is kept counts twice, which is more than there is, never less."""
     if segment.recompute:
         return 0
-    return found.kept + sum(size for size, kept in zip(found.exits, found.keeps_exit, strict=True) if kept)
+    size = found.kept + sum(size for size, kept in zip(found.exits, found.keeps_exit, strict=True) if kept)
+    return shelf_bytes([size]) + _PADDING_BYTES if size else 0
 
 
 def _role(program: Program, tensor: str) -> Role:

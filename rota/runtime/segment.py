@@ -31,10 +31,12 @@ class Tape:
     """The entries that were dropped, back for the backward run."""
     generator: torch.Tensor | None = None
     """The state of PyTorch's generator before the run, if it is to be repeated."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """What the run made and the backward pass needs, where somebody wants to move it; else autograd holds it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Dropped:
+class Dropped:
     """A note of a view of an entry."""
 
     entry: int
@@ -158,15 +160,13 @@ class SegmentRunner:
         if not dropped:
             return contextlib.nullcontext()
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Dropped:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | Dropped:
             entry = dropped.get(tensor.untyped_storage()._cdata)
             if entry is None:
                 return tensor
-            return _Dropped(
-                entry=entry, size=tensor.size(), stride=tensor.stride(), offset=int(tensor.storage_offset())
-            )
+            return Dropped(entry=entry, size=tensor.size(), stride=tensor.stride(), offset=int(tensor.storage_offset()))
 
-        def unpack(kept: torch.Tensor | _Dropped) -> torch.Tensor:
+        def unpack(kept: torch.Tensor | Dropped) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):
                 return kept
             value = tape.returned[kept.entry]

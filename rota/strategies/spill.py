@@ -10,7 +10,7 @@ from rota.graph.graph import Graph
 from rota.memory.shards import cut_into_shards
 from rota.plan.plan import Plan
 
-Activations = Literal["keep", "recompute"]
+Activations = Literal["keep", "spill", "recompute"]
 _USUAL_SHARDS = 16
 
 

@@ -422,3 +422,13 @@ def test_an_autocast_around_the_capture_is_part_of_the_graph():
         graph = capture(model, batch, power_loss)
         expected = eager(twin, batch, power_loss)
     assert_same(captured(graph, model, batch), expected)
+
+
+def test_a_mistake_in_the_users_code_is_told_with_its_place():
+    def loss(model, batch):
+        return model(batch).mean() * undefined  # noqa: F821
+
+    with pytest.raises(
+        CaptureError, match=r"its code raised NameError: name 'undefined'.* \(test_capture.py, line \d+\)"
+    ):
+        capture(nn.Linear(2, 2), torch.ones(1, 2), loss)

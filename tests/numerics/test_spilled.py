@@ -90,7 +90,12 @@ def plainly(model, optimizer, batches, loss, *, accumulate, clip_norm):
 def spilled(model, optimizer, batches, loss, *, accumulate, clip_norm, moments, share, folder, strategy):
     graph = capture(model, batches[0], loss)
     program = strategy(graph, 1).compile()
-    training = Training(batches=accumulate, clipped=clip_norm is not None, moments=moments)
+    training = Training(
+        batches=accumulate,
+        clipped=clip_norm is not None,
+        moments=moments,
+        activations_move=strategy.activations == "spill",
+    )
     groups = groups_of(program)
     step = step_of(program, groups, Footprints(program.refined), training)
     everything = sum(item.size_bytes for item in step.items.values()) + max(one.work_bytes for one in step.stages)
@@ -133,7 +138,7 @@ def _least(step):
     return low
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", "spill", "recompute"])
 @pytest.mark.parametrize(
     ("name", "optimizer", "accumulate", "clip_norm"),
     [
