@@ -20,9 +20,9 @@ class Mover:
         """Begin to read an item."""
         return self._readers.submit(self._load, item, [into])
 
-    def write(self, item: str, slab: Slab, *, summed: bool = False) -> Future[None]:
+    def write(self, item: str, slab: Slab) -> Future[None]:
         """Begin to write an item; its memory stays until that is done."""
-        return self._writers.submit(self._write, item, [slab], summed)
+        return self._writers.submit(self._write, item, [slab])
 
     def close(self) -> None:
         """Finish what was begun."""
@@ -34,5 +34,5 @@ class Mover:
     def _load(self, item: str, into: list[Slab]) -> None:
         self._store.read(item, into.pop().bytes)
 
-    def _write(self, item: str, slab: list[Slab], summed: bool) -> None:
-        self._store.write(item, slab.pop().bytes, summed=summed)
+    def _write(self, item: str, slab: list[Slab]) -> None:
+        self._store.write(item, slab.pop().bytes)

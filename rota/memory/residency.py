@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -166,7 +165,7 @@ def plan_residency(
         told = predict(found, rates)
         if best is None or (told.step_s, found.moved_bytes) < (best[1].step_s, best[0].moved_bytes):
             best = found, told
-        if len(kept) < len(gaps) and largest == 0:
+        if not found.loads:  # everything stays: more room for what moves is of no use
             break
     assert best is not None
     return best
@@ -386,47 +385,3 @@ def predict(residency: Residency, rates: Rates) -> Forecast:
         read_s=read_bytes * rates.read_byte_s,
         write_s=written_bytes * rates.write_byte_s,
     )
-
-
-def replay(residency: Residency, *, steps: int) -> int:
-    """The most bytes that are ever there; AssertionError if something is missing, lost, or written without need."""
-    items, count = residency.items, len(residency.stages)
-    present = set(residency.at_start())
-    leaving: set[str] = set()
-    dirty: set[str] = set()
-    unsure = set(present)
-    """Of which a step before the first one would have told whether they have changed."""
-    stored = {name for name, item in items.items() if item.lasting}
-    """Of which there is a true copy outside."""
-    peak = 0
-    for _, position in itertools.product(range(steps), range(count)):
-        stage = residency.stages[position]
-        for write in residency.writes:
-            if write.by % count == position:
-                leaving.discard(write.item)
-        for load in residency.beginning[position]:
-            assert load.item not in leaving, f"{load.item} comes back before it has left"
-            assert load.item not in present, f"{load.item} is there already"
-            assert load.item in stored, f"{load.item} is nowhere"
-            present.add(load.item)
-            unsure.discard(load.item)
-        assert not stage.makes & present
-        present |= stage.makes
-        assert stage.holds <= present, f"{stage.name} lacks {sorted(stage.holds - present)}"
-        peak = max(peak, stage.work_bytes + sum(items[name].size_bytes for name in present | leaving))
-        dirty |= stage.changes | stage.makes
-        stored -= stage.changes | stage.makes
-        present -= stage.ends
-        dirty -= stage.ends
-        for dropped in residency.drops[position]:
-            assert dropped not in dirty, f"{dropped} is lost"
-            present.remove(dropped)
-        for write in residency.writes:
-            if write.stage == position:
-                assert write.item in dirty | unsure, f"{write.item} is written and has not changed"
-                present.remove(write.item)
-                dirty.discard(write.item)
-                stored.add(write.item)
-                if write.by > position + 1:
-                    leaving.add(write.item)
-    return peak

@@ -153,7 +153,10 @@ class _Builder:
         program = self._program
         told = {one.value for one in program.results.values()}
         told |= {value for pieces in program.updates.values() for value in pieces.values()}
-        uses = [_Uses(program, self._prints, node, told) for node in program.nodes]
+        reads = forward_reads(program)
+        uses = [
+            _Uses(program, self._prints, node, reads[(node.segment, node.microbatch)], told) for node in program.nodes
+        ]
         _extend(uses, _shared(program, self._prints))
         last_backward = self._last_backward(uses)
         for batch in range(self._training.batches):
@@ -258,8 +261,15 @@ class _Builder:
 class _Uses:
     """What a node reads and makes: values, and the tapes of segments as (segment, micro-batch)."""
 
-    def __init__(self, program: Program, prints: Mapping[int, Footprint], node: Node, told: set[Value]) -> None:
-        """`told` are values that are there when all is done: metrics, and what buffers become."""
+    def __init__(
+        self,
+        program: Program,
+        prints: Mapping[int, Footprint],
+        node: Node,
+        reads: Sequence[Value | None],
+        told: set[Value],
+    ) -> None:
+        """`reads` are those of the forward pass; `told` is there when all is done: metrics, and what buffers become."""
         assert node.kind is not NodeKind.EXCHANGE
         self.node = node
         self.told = told
@@ -275,7 +285,7 @@ class _Uses:
         """Whose gradients it adds to."""
         self.derived_bytes = 0
         if node.kind is NodeKind.FORWARD:
-            self._read(program, node.reads, [True] * len(node.reads))
+            self._read(program, reads, [True] * len(reads))
             for made, size in zip(node.makes, found.exits, strict=True):
                 if made not in told:
                     self._make(made, size)
@@ -284,7 +294,7 @@ class _Uses:
             self.work_bytes = max(0, found.forward_peak - sum(self.sizes.values()))
             return
         again = self.segment.recompute
-        self._read(program, forward_reads(program, node), [again or keeps for keeps in found.keeps_entry])
+        self._read(program, reads, [again or keeps for keeps in found.keeps_entry])
         self.reads.append(tape)
         for coming in (value for values in node.gradients for value in values):
             if coming not in self.reads:
@@ -365,16 +375,9 @@ def item_of(batch: int, key: Key) -> str:
     return f"{batch}:tape:{key[0]}:{key[1]}"
 
 
-def forward_reads(program: Program, backward: Node) -> tuple[Value | None, ...]:
-    """What the forward pass read whose backward pass a node is."""
-    for node in program.nodes:
-        if (
-            node.kind is NodeKind.FORWARD
-            and node.segment == backward.segment
-            and node.microbatch == backward.microbatch
-        ):
-            return node.reads
-    raise AssertionError("a backward pass without a forward pass")
+def forward_reads(program: Program) -> dict[tuple[int, int], tuple[Value | None, ...]]:
+    """(segment, micro-batch) -> what its forward pass reads"""
+    return {(node.segment, node.microbatch): node.reads for node in program.nodes if node.kind is NodeKind.FORWARD}
 
 
 def _tape_bytes(segment: Segment, found: Footprint) -> int:

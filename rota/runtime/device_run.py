@@ -118,9 +118,7 @@ class DeviceRun:
                 continue
             if divisor > 1:
                 gradient = gradient / divisor
-            if gradient.stride() != parameter.stride():
-                # As autograd does it for leaves: fused optimizers take both in the order of memory.
-                gradient = torch.empty_like(parameter).copy_(gradient)
+            gradient = laid_out(gradient, parameter)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     # ---- a step ----
@@ -260,6 +258,11 @@ def check_state(
                 f"torch.{tensor.dtype} {list(tensor.shape)}"
             )
     return state
+
+
+def laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the order of its parameter's memory, as autograd does it: fused optimizers take both as they lie."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 def total(parts: list[torch.Tensor]) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rota.graph.part import Place
 from rota.graph.refine import Refined
-from rota.plan.program import Entry, Segment
+from rota.plan.program import Segment
 from rota.runtime.generate import generate, is_random_segment
 from rota.runtime.trial import Trial
 
@@ -146,16 +146,12 @@ class SegmentRunner:
         tape.exits = [(get_gradient_edge(output), output.dtype) if output.requires_grad else None for output in outputs]
         return tape, outputs
 
-    def comes_back(self, entry: Entry) -> bool:
-        """Whether an entry that the backward pass needs is given to it again, so that it need not be kept."""
-        return entry.again
-
     def _dropping(self, tape: Tape, values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Where autograd would keep an entry that comes back for the backward pass, it keeps a note of it."""
         dropped = {
             value.untyped_storage()._cdata: i
             for i, (entry, value) in enumerate(zip(self.segment.entries, values, strict=True))
-            if self.comes_back(entry)
+            if entry.again
         }
         if not dropped:
             return contextlib.nullcontext()

@@ -12,9 +12,10 @@ from rota.graph.capture import capture
 from rota.memory.residency import Rates, plan_residency
 from rota.memory.shards import alive_bytes, cut_into_shards
 from rota.memory.slab import Budget
-from rota.memory.spilled import Spilled, Tiers
+from rota.memory.spilled import Spilled
 from rota.memory.steps import Training, groups_of, step_of
 from rota.memory.store import Store
+from rota.memory.tiers import Tiers
 from rota.runtime.footprint import Footprints
 from rota.strategies.spill import Spill
 from rota.testing.models import GPT, ResNet

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.errors import FitError
-from rota.memory.residency import Item, Rates, Stage, plan_residency, predict, replay
+from rota.memory.residency import Item, Rates, Stage, plan_residency, predict
 
 RATES = Rates(read_byte_s=1.0, write_byte_s=1.0)
 
@@ -46,6 +46,50 @@ def steps(draw):
         for position, one in enumerate(stages)
     )
     return made, items
+
+
+def replay(residency, *, steps):
+    """The most bytes that are ever there; AssertionError if something is missing, lost, or written without need."""
+    items, count = residency.items, len(residency.stages)
+    present = set(residency.at_start())
+    leaving = set()
+    dirty = set()
+    unsure = set(present)
+    """Of which a step before the first one would have told whether they have changed."""
+    stored = {name for name, item in items.items() if item.lasting}
+    """Of which there is a true copy outside."""
+    peak = 0
+    for _, position in itertools.product(range(steps), range(count)):
+        stage = residency.stages[position]
+        for write in residency.writes:
+            if write.by % count == position:
+                leaving.discard(write.item)
+        for load in residency.beginning[position]:
+            assert load.item not in leaving, f"{load.item} comes back before it has left"
+            assert load.item not in present, f"{load.item} is there already"
+            assert load.item in stored, f"{load.item} is nowhere"
+            present.add(load.item)
+            unsure.discard(load.item)
+        assert not stage.makes & present
+        present |= stage.makes
+        assert stage.holds <= present, f"{stage.name} lacks {sorted(stage.holds - present)}"
+        peak = max(peak, stage.work_bytes + sum(items[name].size_bytes for name in present | leaving))
+        dirty |= stage.changes | stage.makes
+        stored -= stage.changes | stage.makes
+        present -= stage.ends
+        dirty -= stage.ends
+        for dropped in residency.drops[position]:
+            assert dropped not in dirty, f"{dropped} is lost"
+            present.remove(dropped)
+        for write in residency.writes:
+            if write.stage == position:
+                assert write.item in dirty | unsure, f"{write.item} is written and has not changed"
+                present.remove(write.item)
+                dirty.discard(write.item)
+                stored.add(write.item)
+                if write.by > position + 1:
+                    leaving.add(write.item)
+    return peak
 
 
 def least_bytes(stages, items):

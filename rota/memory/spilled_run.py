@@ -1,0 +1,103 @@
+"""One device of a program, in which nothing is kept that somebody else may want to move."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rota.memory.steps import forward_reads
+from rota.plan.program import Node, Program, Segment
+from rota.runtime.device_run import DeviceRun, laid_out, total
+from rota.runtime.segment import Dropped, SegmentRunner, Tape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A note of a view of what a segment made and keeps."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SpilledSegment(SegmentRunner):
+    """Keeps nothing of what other items hold, and what it does keep where it can be moved."""
+
+    def _dropping(self, tape: Tape, values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        entries = {value.untyped_storage()._cdata: i for i, value in enumerate(values)}
+        kept: dict[tuple[int, torch.dtype], int] = {}
+
+        def pack(tensor: torch.Tensor) -> Dropped | _Kept:
+            storage = tensor.untyped_storage()
+            size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            entry = entries.get(storage._cdata)
+            if entry is not None:
+                return Dropped(entry=entry, size=size, stride=stride, offset=offset)
+            key = (storage._cdata, tensor.dtype)
+            if key not in kept:
+                # All of the memory, flat; while it is listed no other can be given its place.
+                kept[key] = len(tape.kept)
+                tape.kept.append(torch.empty(0, dtype=tensor.dtype).set_(storage))
+            return _Kept(number=kept[key], size=size, stride=stride, offset=offset)
+
+        def unpack(note: Dropped | _Kept) -> torch.Tensor:
+            if isinstance(note, Dropped):
+                value = tape.returned[note.entry]
+                assert value is not None
+                return value.detach().as_strided(note.size, note.stride, note.offset)
+            return tape.kept[note.number].as_strided(note.size, note.stride, note.offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class SpilledRun(DeviceRun):
+    """One device, on the model's own parameters."""
+
+    def __init__(
+        self,
+        program: Program,
+        device: int,
+        *,
+        seed: int,
+        plain_random: bool,
+        shares: int,
+        stored: Mapping[str, torch.Tensor],
+    ) -> None:
+        super().__init__(program, device, seed=seed, plain_random=plain_random)
+        self._shares = shares
+        self._forward_reads = forward_reads(program)
+        for (name, _), value in self._stored.items():
+            self.values[value] = stored[name]
+
+    def kept(self, segment: int, microbatch: int) -> list[torch.Tensor]:
+        """What a segment keeps for its backward pass."""
+        return self._tapes[(segment, microbatch)].kept
+
+    def hand_over(self, names: Iterable[str]) -> None:
+        """Add complete gradients to those of the parameters, and forget them here."""
+        for name in names:
+            for (_, box), values in self.program.gradients[name].items():
+                parameter = self.stored(name, box)
+                gradient = total([self.values.pop(value) for value in values])
+                assert gradient is not None
+                gradient = laid_out(gradient, parameter)
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:  # in place: it may lie in a slab
+                    parameter.grad += gradient
+
+    def _made_runner(self, segment: Segment) -> SegmentRunner:
+        return SpilledSegment(segment, self.program.refined)
+
+    def _again(self, segment: Segment, node: Node) -> list[Any]:
+        reads = self._forward_reads[(node.segment, node.microbatch)]
+        found = self._inputs(segment, node, everything=True)
+        for i, value in enumerate(reads):
+            if found[i] is None and value is not None:
+                found[i] = self.values.get(value)
+        return found

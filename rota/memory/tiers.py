@@ -1,0 +1,157 @@
+"""What is in memory, what is on disk, and what is on its way between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from rota.memory.mover import Mover
+from rota.memory.slab import Budget, Shelf, Slab
+from rota.memory.store import Store
+from rota.runtime.hollow import hollow_like
+
+
+@dataclass(kw_only=True)
+class Held:
+    """Tensors that come and go together: those of a group's parameters, or of what the optimizer remembers of them."""
+
+    size_bytes: int
+    tensors: Callable[[], Sequence[torch.Tensor]]
+    """The tensors themselves stay; only their memory changes."""
+    lasting: bool = False
+    slab: Slab | None = None
+    shelf: Shelf | None = None
+    """None before there are tensors: an optimizer remembers nothing before its first step."""
+
+    def attach(self, slab: Slab) -> None:
+        """Give the tensors what has come."""
+        assert self.shelf is not None
+        for tensor, view in zip(self.tensors(), slab.tensors(self.shelf), strict=True):
+            tensor.data = view
+        self.slab = slab
+
+    def detach(self) -> Slab:
+        """Take the tensors' memory: they keep their shapes and read as zeros."""
+        assert self.slab is not None
+        for tensor in self.tensors():
+            tensor.data = hollow_like(tensor)
+        slab, self.slab = self.slab, None
+        return slab
+
+
+class Tiers:
+    """Moves items, and knows where each is."""
+
+    def __init__(self, store: Store, budget: Budget) -> None:
+        self.budget = budget
+        self.store = store
+        self.held: dict[str, Held] = {}
+        self._mover = Mover(store)
+        self._coming: dict[str, tuple[Future[None], Slab]] = {}
+        self._unborn: set[str] = set()
+        """What is expected, and has room, and will be made by the one who needs it."""
+        self._leaving: dict[str, Future[None]] = {}
+        self._changed: set[str] = set()
+        """What is in memory and not, or not as it is, on disk."""
+
+    def begin_load(self, item: str) -> None:
+        """Ask for an item."""
+        held = self.held[item]
+        if held.shelf is None:
+            self.budget.take(held.size_bytes, item)
+            self._unborn.add(item)
+            return
+        slab = Slab(held.shelf.size_bytes, budget=self.budget, what=item)
+        self._coming[item] = (self._mover.load(item, slab), slab)
+
+    def finish_load(self, item: str) -> None:
+        """Wait until it is there."""
+        if item not in self._unborn:
+            future, slab = self._coming.pop(item)
+            future.result()
+            self.held[item].attach(slab)
+
+    def admit(self, item: str) -> None:
+        """Give tensors that have memory of their own, if there are any, room in a slab."""
+        held = self.held[item]
+        if held.slab is not None:
+            return
+        tensors = held.tensors()
+        shelf = Shelf.of(tensors)
+        assert shelf.size_bytes <= held.size_bytes, f"{item}: {shelf.size_bytes} bytes, expected {held.size_bytes}"
+        if item in self._unborn:
+            self._unborn.remove(item)
+            self.budget.give(held.size_bytes)
+        slab = Slab(shelf.size_bytes, budget=self.budget, what=item)
+        for tensor, view in zip(tensors, slab.tensors(shelf), strict=True):
+            view.copy_(tensor.detach())
+            tensor.data = view
+        held.shelf, held.slab = shelf, slab
+        self._changed.add(item)
+
+    def drop(self, item: str) -> None:
+        """It has not changed."""
+        assert item not in self._changed, item
+        self.held[item].detach()
+
+    def begin_write(self, item: str) -> None:
+        """It leaves, and stays on disk."""
+        slab = self.held[item].detach()
+        self._leaving[item] = self._mover.write(item, slab)
+        self._changed.discard(item)
+
+    def finish_write(self, item: str) -> None:
+        """Wait until its memory is free."""
+        future = self._leaving.pop(item, None)
+        if future is not None:
+            future.result()
+
+    def forget(self, item: str) -> None:
+        """Nobody needs it any more."""
+        self.held[item].slab = None
+        self._changed.discard(item)
+
+    def change(self, item: str) -> None:
+        """What is on disk is not true any more."""
+        self._changed.add(item)
+
+    def is_near(self, item: str) -> bool:
+        """Whether it is in memory, on its way there, or will be made there."""
+        return self.held[item].slab is not None or item in self._coming or item in self._unborn
+
+    def flush(self) -> None:
+        """Everything is on disk; what is in memory stays there."""
+        for item in list(self._leaving):
+            self.finish_write(item)
+        for item in sorted(self._changed):
+            slab = self.held[item].slab
+            assert slab is not None, item
+            self._mover.write(item, slab).result()
+        self._changed.clear()
+
+    def empty(self) -> None:
+        """Everything is on disk and nothing in memory."""
+        for item in list(self._coming):
+            self.finish_load(item)
+        self.flush()
+        for item, held in self.held.items():
+            if held.slab is not None:
+                self.drop(item)
+
+    def bring_back(self) -> None:
+        """Everything is in memory, as the model had it, whatever the budget."""
+        self.empty()
+        roomy = Budget(sum(held.size_bytes for held in self.held.values()))
+        for item, held in self.held.items():
+            if held.lasting and held.shelf is not None:
+                slab = Slab(held.shelf.size_bytes, budget=roomy, what=item)
+                self.store.read(item, slab.bytes)
+                held.attach(slab)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._mover.close()
+        self.store.close()
