@@ -5,7 +5,7 @@ python -m bench.sweep [--quick] [--json]
 Every arm trains the same twelve tasks to their end. The others follow their own schedule, made from what rota has
 measured before (which costs them nothing); rota starts with an empty cache, measures, schedules and trains, and then
 once more with what it knows. The bound is that of the step times that were lived through in any of these runs: what was
-measured beforehand is not what the machine does later. With --quick tasks are a fourteenth as long, and only current
+measured beforehand is not what the machine does later. With --quick tasks are very short, and only current
 practice and rota run: what profiling takes is then a large part of the whole.
 """
 
@@ -66,7 +66,7 @@ class Arm:
 def main() -> None:
     """Train it all."""
     chosen = harness.options(__doc__)
-    scale, rounds = (0.05, 1) if chosen.quick else (0.7, 2)
+    scale, rounds = (0.02, 1) if chosen.quick else (0.7, 2)
     rules = ("max",) if chosen.quick else RULES
     tasks = sweep(scale)
     cluster = local(devices=2, memory=MEMORY, kind="cpu")
