@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from rota.errors import InputError, StoreError
 from rota.state import files
@@ -55,6 +56,23 @@ def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:
         )
         _check(connection, path)
         return connection
+
+
+def insert_whole(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert all rows or none, in one transaction."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        connection.executemany(statement, rows)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # SQLite itself rolls back after some errors
+            connection.execute("ROLLBACK")
+        raise
+
+
+def may_be_full(error: sqlite3.OperationalError) -> bool:
+    """Whether room on the disk may be missing; where its shared memory cannot grow, SQLite tells of an I/O error."""
+    return (error.sqlite_errorcode & 0xFF) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,10 @@ from rota import codec
 from rota.errors import MessageError, StoreError
 from rota.store import database
 
+_INSERT = "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)"
+_FULL_DISK_PATIENCE_S = 5.0
+_FULL_DISK_PAUSE_S = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -28,28 +32,33 @@ class Journal:
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
         self._connection = database.create(path, durable=durable)
-        self._open = False
+        self._appended: list[tuple[float, str, str, str]] = []
         with database.translated(path):
             self._seen = self._connection.execute("SELECT coalesce(max(seq), 0) FROM requests").fetchone()[0]
 
     def append(self, event: Any, *, time_s: float) -> None:
         """Add an event; it is kept from the next `commit` on."""
         kind, data = codec.encode(event)
-        with database.translated(self.path):
-            if not self._open:
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._open = True
-            self._connection.execute(
-                "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)",
-                (time_s, kind, getattr(event, "task", ""), data),
-            )
+        self._appended.append((time_s, kind, getattr(event, "task", ""), data))
 
     def commit(self) -> None:
-        """Keep what was appended."""
-        if self._open:
-            with database.translated(self.path):
-                self._connection.execute("COMMIT")
-            self._open = False
+        """Keep what was appended.
+
+        A checkpoint that does not fit fills the disk for a moment and gives the room back: that is waited for.
+        """
+        if not self._appended:
+            return
+        with database.translated(self.path):
+            patience_ends_s = time.monotonic() + _FULL_DISK_PATIENCE_S
+            while True:
+                try:
+                    database.insert_whole(self._connection, _INSERT, self._appended)
+                    break
+                except sqlite3.OperationalError as error:
+                    if not database.may_be_full(error) or time.monotonic() > patience_ends_s:
+                        raise
+                    time.sleep(_FULL_DISK_PAUSE_S)
+        self._appended.clear()
 
     def new_requests(self) -> list[Request]:
         """What was asked since the last call."""

@@ -200,7 +200,7 @@ def test_a_disk_that_fills_up_fails_the_task_clearly_and_resume_finishes_it(cli,
         assert done.returncode == 1
         result = rota.open_run(disk / "run")
         assert result.task("size-2").state == "finished"
-        assert result.task("size-1024").state == "failed"
+        assert result.task("size-1024").state == "failed", done.stderr
         assert "no space left" in result.task("size-1024").reason.lower()
         assert any("training goes on" in text for text in result.record.tasks["size-1024"].notices)
         subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
