@@ -245,7 +245,7 @@ def by_the_papers_curves() -> float:
             for task in range(2 * RATES):
                 label = f"gpt2-b{batch}-{task}"
                 seconds = step_s * EPOCHS * GPT2.samples / batch
-                options.append(Option(tasks=(label,), kind=KIND.name, devices=count, seconds=seconds))
+                options.append(Option(tasks=(label,), kind=KIND.name, devices=count, seconds=seconds, label="measured"))
     node = Node(name="n", kind=KIND.name, devices=tuple(f"n:{i}" for i in range(8)))
     hours = arms(Problem(options=tuple(options), nodes=(node,)))
     return round(100 * (1 - hours["rota"] / hours["current_practice"]), 1)
