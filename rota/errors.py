@@ -87,7 +87,11 @@ class CycleError(PlanError):
 
 
 class FitError(PlanError):
-    """A device has too little memory for what the plan puts on it."""
+    """A device has too little memory for what the plan puts on it; `needed_bytes` would do, if that is known."""
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class ProgramError(PlanError):

@@ -19,6 +19,7 @@ from rota.task import Task
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
     from rota.search.search import Search
+    from rota.strategies.spill import Spill
 
 
 @click.command(short_help="Show how a task's model would be cut over devices.")
@@ -59,8 +60,12 @@ def explain(
     from rota.runtime.first_step import first_graph
     from rota.strategies.auto import Auto
     from rota.strategies.base import find, with_microbatches
+    from rota.strategies.spill import Spill
 
     make = find(strategy)
+    if isinstance(make, Spill):
+        _explain_spill(task, make, memory_bytes, devices=devices, as_json=as_json)
+        return
     if microbatches is not None:
         make = with_microbatches(make, microbatches)
     graph = first_graph(task)
@@ -92,6 +97,24 @@ def explain(
     click.echo("\n".join([*lines_of(explanation), "", *timeline(program, simulation, width=width)]))
     if trace is not None:
         click.echo(f"\ntrace  {trace} (open it at https://ui.perfetto.dev)")
+
+
+def _explain_spill(task: Task, spill: Spill, memory_bytes: int | None, *, devices: int, as_json: bool) -> None:
+    """What a task that does not fit would do; its model is made in no more memory than it would get."""
+    if memory_bytes is None:
+        raise InputError("spill depends on the memory of the device; say how much that is, such as --memory 1GiB")
+    if devices != 1:
+        raise InputError(f"spill is for one device, not {devices}; leave out --devices, or use another strategy")
+    from rota.memory.explain import lines_of
+    from rota.memory.look import look
+
+    with saying() as say:
+        explanation = look(task, spill, memory_bytes=memory_bytes, notice=say)
+    if as_json:
+        print_json({"task": task.name, "strategy": str(spill)} | explanation.to_json())
+        return
+    click.echo(f"task    {task.name}, strategy {spill}")
+    click.echo("\n".join(lines_of(explanation)))
 
 
 def _pick(sweep: Sweep, name: str | None) -> Task:

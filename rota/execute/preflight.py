@@ -116,5 +116,8 @@ def _words(strategy: Any) -> str:
 
 
 def executes_itself(strategy: Any) -> bool:
-    """Whether a strategy makes no plan: PyTorch's own, or a technique."""
-    return hasattr(strategy, "execute")
+    """Whether a strategy makes no plan that could be looked at beforehand: PyTorch's own, or one that spills.
+
+    The model of the latter may be larger than the memory of this process, too.
+    """
+    return hasattr(strategy, "execute") or getattr(strategy, "spills", False)

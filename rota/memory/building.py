@@ -16,54 +16,83 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rota.memory.slab import Budget, Slab, shelf_bytes
 from rota.memory.store import Store
+from rota.runtime.hollow import hollow_like
 
 _LEAST_BYTES = 2**16
 """Smaller parameters stay: all of them together take less than what it costs to move them."""
 
 
-class Building(TorchDispatchMode):
+class Building:
     """While it is entered, parameters of the modules that are made are in memory only as far as the budget allows.
 
-    It keeps them in files of a folder of its own, also afterwards: `release` gives them back one at a time, and `close`
-    removes the files.
+    As long as all of them fit, nothing is done but count them. Those that left are kept in files of a folder of its
+    own: `release` gives them back one at a time, and `close` removes the files.
     """
 
-    def __init__(self, folder: Path, *, budget_bytes: int, least_bytes: int = _LEAST_BYTES) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, folder: Path, *, budget_bytes: int, least_bytes: int | None = None) -> None:
         self._folder = folder
         self._budget_bytes = budget_bytes
-        self._least_bytes = least_bytes
+        self._least_bytes = _LEAST_BYTES if least_bytes is None else least_bytes
         self._known: dict[int, tuple[torch.UntypedStorage, int]] = {}
         """key of a storage -> it, which keeps the key its own, and its bytes"""
         self._here: OrderedDict[int, None] = OrderedDict()
         """Those in memory; what was touched last is last."""
         self._written: set[int] = set()
         """Those whose file is true."""
+        self._hollow: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        """id of a parameter that has no memory -> it, and what it was"""
         self.here_bytes = 0
         self.peak_bytes = 0
-        self._store = Store(folder)
+        self._store: Store | None = None
+        self._fetching: _Fetching | None = None
 
-    # ---- while the model is made ----
+    @property
+    def away(self) -> bool:
+        """Whether anything had to leave."""
+        return self._store is not None
+
+    # ---- while the model is made or loaded ----
 
     def __enter__(self) -> Building:
         self._hook = register_module_parameter_registration_hook(self._registered)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        if self.away:
+            self._watch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._hook.remove()
+        if self._fetching is not None:
+            self._fetching.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._fetching = None
+
+    def convert(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """As `model.to(dtype)`."""
+
+        def converted(tensor: torch.Tensor) -> torch.Tensor:
+            made = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            self._add(made.untyped_storage())
+            return made
+
+        model._apply(converted)  # type: ignore[no-untyped-call]
+        # What they were before is nobody's any more.
+        used = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        for key in [key for key in self._known if key not in used]:
+            _, size = self._known.pop(key)
+            if key in self._here:
+                del self._here[key]
+                self.here_bytes -= size
 
     def _registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is None or parameter.device.type != "cpu":
-            return
-        storage = parameter.untyped_storage()
+        if parameter is not None and parameter.device.type == "cpu":
+            self._add(parameter.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known or size < self._least_bytes:
             return
@@ -71,11 +100,10 @@ class Building(TorchDispatchMode):
         self._note(key)
         self._make_room(0, keep={key})
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def touch(self, tensors: Any) -> None:
+        """Have what an op works on in memory."""
         touched = set()
-        for one in pytree.tree_leaves((args, kwargs)):
+        for one in pytree.tree_leaves(tensors):
             if isinstance(one, torch.Tensor) and one.device.type == "cpu":
                 key = one.untyped_storage()._cdata
                 if key in self._known:
@@ -83,29 +111,45 @@ class Building(TorchDispatchMode):
         for key in sorted(touched):
             self._fetch(key, keep=touched)
             self._written.discard(key)  # it may be changed
-        return func(*args, **(kwargs or {}))
 
     # ---- afterwards ----
 
+    def finish(self, model: torch.nn.Module) -> None:
+        """Give parameters that are away pages that read as zeros, so that nothing breaks that looks at their shapes."""
+        for parameter in model.parameters():
+            key = parameter.untyped_storage()._cdata
+            if key in self._known and key not in self._here:
+                self._hollow[id(parameter)] = (parameter, parameter.data)
+                parameter.data = hollow_like(parameter)
+
     def release(self, parameter: torch.nn.Parameter) -> None:
         """Have a parameter in memory, for good: it is counted by others from now on."""
-        key = parameter.untyped_storage()._cdata
+        _, before = self._hollow.pop(id(parameter), (parameter, parameter.data))
+        key = before.untyped_storage()._cdata
         if key in self._known:
             self._fetch(key, keep={key})
             del self._here[key]
             self.here_bytes -= self._known.pop(key)[1]
+        parameter.data = before
 
     def close(self) -> None:
         """Remove the files; what is still away is lost."""
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- moving ----
+
+    def _watch(self) -> None:
+        """From now on ops must be told from: what they work on may be away."""
+        self._fetching = _Fetching(self)
+        self._fetching.__enter__()  # type: ignore[no-untyped-call]
 
     def _fetch(self, key: int, *, keep: set[int]) -> None:
         if key in self._here:
             self._here.move_to_end(key)
             return
+        assert self._store is not None
         storage, size = self._known[key]
         self._make_room(size, keep=keep)
         storage.resize_(size)
@@ -125,9 +169,15 @@ class Building(TorchDispatchMode):
             if self.here_bytes + size <= self._budget_bytes:
                 return
             if key not in keep:
+                if self._store is None:
+                    if _get_current_dispatch_mode() is not None:
+                        return  # modes end in the order in which they began: ours would be taken for the user's
+                    self._store = Store(self._folder)
+                    self._watch()
                 self._send_away(key)
 
     def _send_away(self, key: int) -> None:
+        assert self._store is not None
         storage, size = self._known[key]
         if key not in self._written:
             slab = self._slab(size)
@@ -143,6 +193,20 @@ class Building(TorchDispatchMode):
         """What disks can read into; a parameter's own memory is not aligned for them."""
         aligned = shelf_bytes([size])
         return Slab(aligned, budget=Budget(aligned), what="a parameter")
+
+
+class _Fetching(TorchDispatchMode):
+    """Tells a building what each op works on, before it does."""
+
+    def __init__(self, building: Building) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._building = building
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._building.touch((args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from rota.memory.slab import Slab
 from rota.memory.store import Store
+
+_ENOUGH_BYTES = 2**20
+"""Less than that tells nothing of a disk's pace."""
+
+
+class Pace:
+    """How long moves in one direction took."""
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self.moved_s = 0.0
+
+    @contextlib.contextmanager
+    def timing(self, size_bytes: int) -> Iterator[None]:
+        """One move."""
+        begun_s = time.perf_counter()
+        yield
+        self.moved_bytes += size_bytes
+        self.moved_s += time.perf_counter() - begun_s
+
+    def byte_s(self, usual: float) -> float:
+        """The seconds of a byte; the usual ones as long as too few have moved."""
+        return self.moved_s / self.moved_bytes if self.moved_bytes >= _ENOUGH_BYTES else usual
 
 
 class Mover:
@@ -15,6 +41,8 @@ class Mover:
         self._store = store
         self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rota-read")
         self._writers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rota-write")
+        self.read = Pace()
+        self.written = Pace()
 
     def load(self, item: str, into: Slab) -> Future[None]:
         """Begin to read an item."""
@@ -32,7 +60,9 @@ class Mover:
     # A thread keeps what it was given for a moment after it told that it is done: so it is given a box, and empties it.
 
     def _load(self, item: str, into: list[Slab]) -> None:
-        self._store.read(item, into.pop().bytes)
+        with self.read.timing(into[0].size_bytes):
+            self._store.read(item, into.pop().bytes)
 
     def _write(self, item: str, slab: list[Slab]) -> None:
-        self._store.write(item, slab.pop().bytes)
+        with self.written.timing(slab[0].size_bytes):
+            self._store.write(item, slab.pop().bytes)

@@ -113,19 +113,33 @@ class Residency:
             found[load.begin % len(self.stages)].append(load)
         return tuple(tuple(sorted(loads, key=lambda load: (load.stage - load.begin, load.item))) for loads in found)
 
-    def at_start(self) -> frozenset[str]:
-        """The lasting items that are there, or on their way, when a step begins."""
-        present: dict[str, int] = {}
-        for position, stage in enumerate(self.stages):
-            present |= dict.fromkeys(stage.holds, position)
+    def present_before(self, position: int) -> tuple[frozenset[str], frozenset[str]]:
+        """What is there before a stage, and what is on its way, of what was there or made before it."""
+        count = len(self.stages)
         gone = {(write.item, write.stage) for write in self.writes}
-        gone |= {(item, position) for position, dropped in enumerate(self.drops) for item in dropped}
-        early = {load.item for load in self.loads if load.begin < 0}
-        return frozenset(
-            item
-            for item, last in present.items()
-            if self.items[item].lasting and ((item, last) not in gone or item in early)
-        )
+        gone |= {(item, place) for place, dropped in enumerate(self.drops) for item in dropped}
+        ahead = {(load.item, load.stage): load.stage - load.begin for load in self.loads}
+        there, coming = set(), set()
+        for item, places in self._uses.items():
+            before = [place for place in places if place < position]
+            after = [place for place in places if place >= position]
+            if not self.items[item].lasting and not (before and after):
+                continue  # not made yet, or ended
+            last = before[-1] if before else places[-1]
+            first = after[0] if after else places[0] + count
+            if (item, last) not in gone:
+                there.add(item)
+            elif first - ahead[(item, first % count)] < position:
+                coming.add(item)
+        return frozenset(there), frozenset(coming)
+
+    @functools.cached_property
+    def _uses(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for position, stage in enumerate(self.stages):
+            for item in stage.holds:
+                found.setdefault(item, []).append(position)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +169,8 @@ def plan_residency(
     if worst is not None and least[worst] > budget_bytes:
         raise FitError(
             f"{stages[worst].name} needs {least[worst]:,} bytes at once, and the budget is {budget_bytes:,}; "
-            f"give it at least {least[worst]:,}"
+            f"give it at least {least[worst]:,}",
+            needed_bytes=least[worst],
         )
     largest = max((items[gap.item].size_bytes for gap in gaps if not gap.forced), default=0)
     best: tuple[Residency, Forecast] | None = None

@@ -6,6 +6,7 @@ leave.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from rota.memory.residency import Load, Residency, Write
@@ -38,15 +39,33 @@ class StepRun:
             self._written[write.stage].append(write)
             self._awaited[write.by % count].append(write)
         self._taken: dict[str, int] = {}
+        self.stage_s = [0.0] * count
+        """What each stage took the last time, without what it waited for."""
+        self.wait_s = 0.0
+        """How long stages waited for what moves, in all."""
 
-    def begin(self) -> None:
-        """Have in memory, or on its way, what is there when a step begins."""
-        early = {load.item for load in self._residency.loads if load.begin < 0}
-        for item in sorted(self._residency.at_start()):
-            if item in self._tiers.held and not self._tiers.is_near(item):
+    def begin(self, batch: int = 0) -> None:
+        """Have in memory, or on its way, what is there when this batch of a step begins. All else is on disk."""
+        self._position = next(i for i, act in enumerate(self._step.acts) if act.batch == batch)
+        there, coming = self._residency.present_before(self._position)
+        for item in sorted(there):
+            if item not in self._tiers.held:
+                if not self._step.items[item].lasting:  # a gradient that never leaves
+                    self._take(item)
+            elif not self._tiers.is_near(item):
                 self._tiers.begin_load(item)
-                if item not in early:
-                    self._tiers.finish_load(item)
+                self._tiers.finish_load(item)
+        for item in sorted(coming):
+            if not self._tiers.is_near(item):
+                self._tiers.begin_load(item)
+
+    def leave(self) -> None:
+        """Have everything on disk, but what never leaves; between two batches."""
+        for item in list(self._taken):
+            self._tiers.budget.give(self._taken.pop(item))
+            if item in self._tiers.held and self._step.items[item].movable:
+                self._tiers.admit(item)
+        self._tiers.empty()
 
     def advance(self, batch: int) -> None:
         """All stages of a batch."""
@@ -58,6 +77,7 @@ class StepRun:
 
     def _stage(self, position: int) -> None:
         tiers, stage = self._tiers, self._step.stages[position]
+        begun_s = time.perf_counter()
         for write in self._awaited[position]:
             tiers.finish_write(write.item)
         for load in self._residency.beginning[position]:
@@ -66,11 +86,14 @@ class StepRun:
             tiers.finish_load(load.item)
         for item in stage.makes:
             self._take(item)
+        ready_s = time.perf_counter()
+        self.wait_s += ready_s - begun_s
         tiers.budget.take(stage.work_bytes, stage.name)
         try:
             self._run(self._step.acts[position])
         finally:
             tiers.budget.give(stage.work_bytes)
+        self.stage_s[position] = time.perf_counter() - ready_s
         for item in stage.ends:
             tiers.budget.give(self._taken.pop(item, 0))
             if item in tiers.held:

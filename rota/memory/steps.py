@@ -84,8 +84,8 @@ class Training:
     """No parameter changes before all gradients are there."""
     moments: int = 2
     """How many numbers the optimizer remembers of each element."""
-    update_bytes: int = 0
-    """What the optimizer needs while it updates a group."""
+    update_bytes: Callable[[tuple[int, ...]], int] = lambda sizes_bytes: 0
+    """What the optimizer needs while it updates parameters of these sizes."""
     fixed_bytes: int = 0
     """Beside buffers, what is always there."""
     activations_move: bool = False
@@ -214,7 +214,7 @@ class _Builder:
             forward_s, backward_s = self._seconds(use.segment)
             self._stages.append(
                 Stage(
-                    name=f"the {use.node.kind} pass of {_name(self._program, use.segment)}",
+                    name=f"the {use.node.kind} pass of {name_of(self._program, use.segment)}",
                     reads=frozenset(
                         {FIXED}
                         | {group.weights for group in weights}
@@ -252,7 +252,7 @@ class _Builder:
                 reads=frozenset({FIXED, group.gradients} | state),
                 changes=frozenset(state),
                 ends=frozenset({group.gradients}),
-                work_bytes=self._training.update_bytes,
+                work_bytes=self._training.update_bytes(group.sizes_bytes),
             )
         )
         self._acts.append(Act(kind="update", batch=self._training.batches - 1, group=group.name))
@@ -392,8 +392,8 @@ def _role(program: Program, tensor: str) -> Role:
     return program.refined.graph.tensors[tensor].role
 
 
-def _name(program: Program, segment: Segment) -> str:
-    """Of the modules that it is made of."""
+def name_of(program: Program, segment: Segment) -> str:
+    """The modules that a segment is made of."""
     graph = program.refined.graph
     modules = {op.name: op.module or op.name for op in graph.ops}
     first, last = modules[segment.calls[0].op], modules[segment.calls[-1].op]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 import threading
 import zlib
@@ -99,7 +100,25 @@ class Store:
                 f"{self._path(item, version.slot)} was altered since it was written; go on from another checkpoint"
             )
 
+    def mapped(self, item: str, *, writable: bool) -> mmap.mmap:
+        """The last version as memory that is read when it is touched; what is written to it stays in memory."""
+        version = self._current[item]
+        path = self._path(item, version.slot)
+        with _told(f"{item} cannot be read from {self._folder}"), open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < version.size_bytes:
+                raise CorruptCheckpointError(
+                    f"{path} has less than the {version.size_bytes} bytes that were committed; "
+                    "go on from another checkpoint"
+                )
+            return mmap.mmap(
+                file.fileno(), version.size_bytes, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+            )
+
     # ---- commits ----
+
+    def start_over(self) -> None:
+        """None of the present versions is of use any more; those of the last commit stay until the next one."""
+        self._current = {}
 
     def commit(self, about: Mapping[str, Any]) -> None:
         """Make the present versions what a new start finds, with something to remember about them."""
@@ -141,6 +160,17 @@ class Store:
         self._current, self._committed = found, dict(found)
         self._unsynced.clear()
         return about
+
+    def remove_unused(self) -> None:
+        """Remove the files of items that the last commit does not have."""
+        for path in self._folder.iterdir():
+            item = path.name.rpartition(".")[0]
+            if path.name != _RECORD and item not in self._current and item not in self._committed:
+                for slot in (0, 1):
+                    handle = self._handles.pop((item, slot), None)
+                    if handle is not None:
+                        os.close(handle)
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the files."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rota.memory.mover import Mover
+from rota.memory.residency import Rates
 from rota.memory.slab import Budget, Shelf, Slab
 from rota.memory.store import Store
 from rota.runtime.hollow import hollow_like
@@ -21,7 +22,6 @@ class Held:
     size_bytes: int
     tensors: Callable[[], Sequence[torch.Tensor]]
     """The tensors themselves stay; only their memory changes."""
-    lasting: bool = False
     slab: Slab | None = None
     shelf: Shelf | None = None
     """None before there are tensors: an optimizer remembers nothing before its first step."""
@@ -136,20 +136,20 @@ class Tiers:
         """Everything is on disk and nothing in memory."""
         for item in list(self._coming):
             self.finish_load(item)
+        for item in self._unborn:
+            self.budget.give(self.held[item].size_bytes)
+        self._unborn.clear()
         self.flush()
         for item, held in self.held.items():
             if held.slab is not None:
                 self.drop(item)
 
-    def bring_back(self) -> None:
-        """Everything is in memory, as the model had it, whatever the budget."""
-        self.empty()
-        roomy = Budget(sum(held.size_bytes for held in self.held.values()))
-        for item, held in self.held.items():
-            if held.lasting and held.shelf is not None:
-                slab = Slab(held.shelf.size_bytes, budget=roomy, what=item)
-                self.store.read(item, slab.bytes)
-                held.attach(slab)
+    def rates(self, usual: Rates) -> Rates:
+        """What moves took so far; the usual where nothing was moved."""
+        return Rates(
+            read_byte_s=self._mover.read.byte_s(usual.read_byte_s),
+            write_byte_s=self._mover.written.byte_s(usual.write_byte_s),
+        )
 
     def close(self) -> None:
         """End the threads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rota.errors import CaptureError
+from rota.errors import CaptureError, RotaError
 from rota.graph.graph import Graph
 from rota.plan.costs import Costs
 from rota.profile.estimate import PREDICTED_SPREAD, Estimate
@@ -16,6 +16,7 @@ from rota.runtime.ranking import rank
 from rota.runtime.training import Training
 from rota.strategies.base import describe, find
 from rota.strategies.single import single
+from rota.strategies.spill import spill
 
 _LIKELY = 3
 _KEPT = 2
@@ -30,12 +31,6 @@ def captured(training: Training, batch: Any, notice: Notice) -> Graph | None:
     except CaptureError as error:
         notice(f"auto: {error}; one device runs it (strategy='torch_ddp' would take more)")
         return None
-
-
-def peak_bytes(graph: Graph) -> int:
-    """What one device needs for a step, with Adam's moments."""
-    alone = single()(graph, 1).compile().simulate()
-    return alone.peak_bytes[0] + 2 * alone.stored_bytes[0]
 
 
 def predicted(
@@ -76,6 +71,30 @@ def predicted(
         for one in [one for one in found.candidates if one.measured and one.fits][:_KEPT]
     ]
     return estimates + _of_users(graph, training, counts, memory_bytes, steps, strategies, ranked.costs, notice)
+
+
+def spilled(graph: Graph, training: Training, batch: Any, notice: Notice) -> list[Estimate]:
+    """One device that has less memory than the task needs, if that can be."""
+    from rota.memory.arrange import arrange
+    from rota.memory.disk import measured_rates
+    from rota.memory.spillable import check_spillable, margin_bytes, training_of
+
+    parts = training.parts
+    assert parts.room is not None
+    memory_bytes = parts.room.memory_bytes
+    try:
+        check_spillable(parts, graph)
+        made = arrange(
+            graph,
+            spill(),
+            training_of(parts, graph, batch),
+            budget_bytes=memory_bytes - margin_bytes(memory_bytes),
+            rates=measured_rates(parts.room.folder),
+        )
+    except RotaError as error:
+        notice(f"spill: {error}")
+        return []
+    return [_estimate(training, str(spill()), 1, made.forecast.step_s, memory_bytes, None)]
 
 
 def _scale(training: Training, steps: Steps | None, alone_s: float) -> float:

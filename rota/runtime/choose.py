@@ -65,6 +65,12 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
     return Planned(parts, batch, gang=gang, strategy=strategy, graph=graph, notice=notice)
 
 
+def needed_bytes(graph: Graph) -> int:
+    """What one device needs for a step, with Adam's moments."""
+    alone = single()(graph, 1).compile().simulate()
+    return alone.peak_bytes[0] + 2 * alone.stored_bytes[0]
+
+
 def balanced(strategy: Any, graph: Graph, gang: Gang, notice: Notice) -> Any:
     """A pipeline with its stages balanced by measured costs; the leader measures, for all must cut alike."""
     if not wants_measured_stages(strategy):
@@ -85,7 +91,7 @@ def graph_of(parts: Parts, batch: Any) -> Graph:
 def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice) -> str:
     """One device, if that trains the task in less time than a search is worth; else nothing."""
     alone = single()(graph, 1).compile().simulate()
-    fits = alone.peak_bytes[0] + 2 * alone.stored_bytes[0] <= memory_bytes
+    fits = needed_bytes(graph) <= memory_bytes
     if not fits or alone.makespan_s * steps > WORTH_S:
         return ""
     notice(f"auto: one device trains this in about {alone.makespan_s * steps:.0f} s, so it is not cut")

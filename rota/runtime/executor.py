@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+if TYPE_CHECKING:
+    from rota.memory.building import Building
+
 from rota.errors import DivergedError, TaskError
+from rota.state.writer import Saver, Written
 from rota.task import Task
 
 
@@ -34,6 +39,22 @@ class Parts:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
+    room: Room | None = None
+    """Of a task that may be larger than its device's memory."""
+
+
+@dataclass(kw_only=True)
+class Room:
+    """What a task that may not fit has."""
+
+    memory_bytes: int
+    """Of its device."""
+    before_bytes: int
+    """What the process took before."""
+    folder: Path
+    """For what leaves memory."""
+    building: Building
+    """Makes its model."""
 
 
 class Executor(Protocol):
@@ -57,6 +78,19 @@ class Executor(Protocol):
 
     def weights(self, *, between_steps: bool) -> Weights | None:
         """Everything, whole; None in a process that follows."""
+        ...
+
+
+@runtime_checkable
+class KeepsItself(Protocol):
+    """An executor that saves its state in its own way."""
+
+    def writer(self, done: Callable[[Written], None]) -> Saver:
+        """What saves the task from now on."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and files."""
         ...
 
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from rota.errors import CheckpointError, PeerError, RotaError, TaskError
-from rota.runtime.executor import Eager, Executor, Parts
+from rota.runtime import limits
+from rota.runtime.executor import Executor, KeepsItself, Parts
 from rota.runtime.gang import Gang
 from rota.runtime.messages import Began, Finished, Halted, Noticed, Report, Saved
 from rota.runtime.metrics import MetricsLog
+from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
 from rota.state import checkpoint, files
-from rota.state.writer import CheckpointWriter, Written
-from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE
+from rota.state.writer import CheckpointWriter, Saver, Written
+from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER
 from rota.task import Task
 
 _SAVE_EVERY_S = 30.0
 # Saving may cost this share of the time; where it is slow, it happens less often.
 _SAVE_SHARE = 0.01
+
+_ALLOCATORS_BYTES = 128 * 2**20
 
 
 class Surroundings(Protocol):
@@ -69,7 +73,10 @@ class Loop:
         self._leads = gang is None or gang.leads
         self._memory_bytes = memory_bytes
         self._metrics = MetricsLog(task.name, attempt, surroundings.report)
-        self._writer = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
+        self._writer: Saver = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
+        alone = gang is None or gang.size == 1
+        self._room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes) if alone else None
+        self._while_running = contextlib.ExitStack()
         self._saved_at_s = time.perf_counter()
         self._saved_at_step = 0
         self._committed_step = 0
@@ -91,17 +98,22 @@ class Loop:
         finally:
             self._outside.watch("", limit_s=None, retry=False, step=self.step)
             self._writer.wait()
+            self._while_running.close()
 
     def _prepare(self) -> Training:
-        training = Training(self._task, device=self._device, watch=self._watch_setup, choose=self._choose)
+        training = Training(
+            self._task, device=self._device, watch=self._watch_setup, choose=self._choose, room=self._room
+        )
         if self._gang is not None:
             with self._watch_setup("waiting for the other devices of the task"):
                 self._gang.meet(timeout_s=self._task.setup_timeout_s)
         with self._watch_setup("restoring the checkpoint"):
+            if self._room is not None:
+                self._while_running.enter_context(limits.loosened())
             found = self._restore()
             if found is not None:
-                training.load_state_dict(found.tree["training"], notice=self._notice)
-                self._metrics.load_state_dict(found.tree["metrics"])
+                training.load_state_dict(found["training"], notice=self._notice)
+                self._metrics.load_state_dict(found["metrics"])
         self.step = self._saved_at_step = self._committed_step = training.step
         self._total_steps = training.total_steps
         self._outside.report(
@@ -117,30 +129,53 @@ class Loop:
         self._metrics.restart_clock()
         return training
 
-    def _restore(self) -> checkpoint.Checkpoint | None:
-        """The last checkpoint. The leader clears up first, so that all find the same one."""
+    def _restore(self) -> Any:
+        """The state of the last checkpoint. The leader clears up first, so that all find the same one."""
         if self._leads:
             files.remove_leftovers(self._folder)
-            found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=self._notice)
+            found = self._latest(self._notice)
         if self._gang is not None and self._gang.size > 1:
             self._gang.agree(True)
             if not self._leads:
-                found = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=lambda text: None)
+                found = self._latest(lambda text: None)
         return found
 
+    def _latest(self, notice: Callable[[str], None]) -> Any:
+        """A whole checkpoint, or a commit of the store that shards are in; both only if one was not removed yet."""
+        whole = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=notice)
+        tree = None if whole is None else whole.tree
+        if (self._folder / STORE_FOLDER).is_dir():
+            from rota.memory import keeping
+
+            step = keeping.committed_step(self._folder / STORE_FOLDER)
+            if step is not None and (tree is None or tree["training"]["step"] < step):
+                return keeping.read(self._folder / STORE_FOLDER)
+        return tree
+
     def _choose(self, parts: Parts, batch: Any) -> Executor:
+        executor = self._chosen(parts, batch)
+        self._while_running.close()
+        if isinstance(executor, KeepsItself):
+            self._writer.wait()
+            self._writer = executor.writer(self._written)
+            self._while_running.callback(executor.close)
+            # It counts its own bytes; what allocators take beside them must not end it.
+            self._while_running.enter_context(limits.loosened(self._memory_bytes // 10 + _ALLOCATORS_BYTES))
+        return executor
+
+    def _chosen(self, parts: Parts, batch: Any) -> Executor:
+        notice = self._notice if self._leads else (lambda text: None)
         if self._gang is None:
-            return Eager(parts)
+            return choose_alone(parts, batch, notice=notice)
         from rota.runtime.choose import choose
 
-        training_steps = self._total_steps - self.step
         return choose(
             parts,
             batch,
             gang=self._gang,
-            steps=training_steps,
+            steps=self._total_steps - self.step,
             memory_bytes=self._memory_bytes,
-            notice=self._notice if self._leads else (lambda text: None),
+            notice=notice,
         )
 
     def _agree(self, *wishes: bool) -> tuple[bool, ...]:
@@ -203,7 +238,8 @@ class Loop:
 
     def _halt(self, training: Training) -> Halted:
         self._outside.watch("saving", limit_s=None, retry=False, step=training.step)
-        self._save_and_wait(training)
+        if training.begun:
+            self._save_and_wait(training)
         return Halted(task=self._task.name, attempt=self._attempt, step=self._committed_step)
 
     def _finish(self, training: Training) -> Finished:
@@ -214,7 +250,7 @@ class Loop:
         if written is not None and written.error is not None:
             raise CheckpointError(f"{written.error}; make room and run `rota resume --failed`")
         if state is not None:
-            checkpoint.write_model(self._folder / MODEL_FILE, state["model"])
+            checkpoint.write_model(self._folder / MODEL_FILE, self._writer.whole(state["model"]))
         metrics = dict(training.last)
         if training.best is not None:
             metrics |= {"best/loss": training.best["loss"], "best/step": training.best["step"]}
@@ -225,6 +261,7 @@ class Loop:
         if written.error is None:
             self._write_failures = 0
             self._committed_step = written.step
+            self._remove_other_checkpoints()
             self._outside.report(
                 Saved(task=self._task.name, attempt=self._attempt, step=written.step, write_s=written.write_s)
             )
@@ -232,6 +269,11 @@ class Loop:
         self._write_failures += 1
         if self._write_failures == 1:  # once is enough while the disk stays full
             self._notice(f"{written.error}; training goes on, and the checkpoint before it still stands")
+
+    def _remove_other_checkpoints(self) -> None:
+        """A task that was switched has older ones of the other kind."""
+        whole = isinstance(self._writer, CheckpointWriter)
+        files.remove(self._folder / (STORE_FOLDER if whole else CHECKPOINT_FOLDER))
 
     def _interrupts_validation(self, step: int) -> bool:
         self._watch_step(f"validation after step {step}", step)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,13 @@ import torch
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
 from rota.profile.store import Known
-from rota.runtime.executor import Eager
+from rota.runtime.executor import KeepsItself
 from rota.runtime.gang import Gang
+from rota.runtime.one_device import TIGHT, choose_alone, room_of, state_bytes
 from rota.runtime.training import Training, Watch
 from rota.runtime.user_code import calling
+from rota.state import files
+from rota.store.run_folder import STORE_FOLDER
 from rota.task import Task
 from rota.techniques import Technique, checked, label_of
 
@@ -38,8 +42,6 @@ _ENOUGH_S = 1.5
 """That is enough, however few steps it were."""
 _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
-_TIGHT = 0.5
-"""Of a device's memory: where a model with gradients and moments takes more than that, one looks before one runs."""
 
 Notice = Callable[[str], None]
 
@@ -107,6 +109,7 @@ def look(
     device: torch.device,
     counts: Sequence[int],
     memory_bytes: int,
+    folder: Path,
     known: Callable[[], dict[str, Known]],
     alike: int = 1,
     search: bool = True,
@@ -116,9 +119,12 @@ def look(
 ) -> Sight:
     """Make the task; unless its signature is known, time it here and predict how it runs on several devices."""
     begun_s = time.perf_counter()
-    training = Training(task, device=device, watch=watch)
+    room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes)
+    training = Training(task, device=device, watch=watch, room=room)
     with calling("reading the training data"):
         batch, _ = training.cursor.next()
+    if room is not None:
+        room.building.finish(training.model)
     signature = signature_of(training, batch)
     notices: list[str] = []
     before = known().get(signature)
@@ -141,6 +147,8 @@ def look(
         found, searched = _estimates(training, batch, wishes, begun_s, notices.append, watch)
         looked = tuple(counts) if searched else (1,)
         found += tuple(_of_techniques(task, techniques, wishes, device.type, notices.append))
+    if room is not None:
+        room.building.close()
     return Sight(
         signature=signature,
         total_steps=training.total_steps,
@@ -204,18 +212,19 @@ def _estimates(
     kind = training.device.type
     graph: Graph | None = None
     steps: Steps | None = None
-    state_bytes = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in training.model.parameters())
     several = [count for count in counts if count > 1]
     alone_bytes = 0
-    if state_bytes > _TIGHT * memory_bytes:
+    away = training.parts.room is not None and training.parts.room.building.away
+    if state_bytes(training.model) > TIGHT * memory_bytes:
         from rota.runtime import candidates
+        from rota.runtime.choose import needed_bytes
 
         graph = candidates.captured(training, batch, notice)
         if graph is not None:
-            alone_bytes = candidates.peak_bytes(graph)
+            alone_bytes = needed_bytes(graph)
     if wishes.alone is not None:
         steps = Steps(step_s=wishes.alone.step_s, spread=wishes.alone.spread, start_s=wishes.alone.start_s)
-    elif alone_bytes <= memory_bytes:
+    elif alone_bytes <= memory_bytes and not away:
         steps = timed(training, begun_s=begun_s, watch=watch)
     watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
@@ -224,10 +233,11 @@ def _estimates(
     if several and searched:
         # Loading all that searches takes a second, which short tasks need not wait for.
         from rota.runtime import candidates
+        from rota.runtime.choose import needed_bytes
 
         graph = graph or candidates.captured(training, batch, notice)
         if graph is not None:
-            alone_bytes = alone_bytes or candidates.peak_bytes(graph)
+            alone_bytes = alone_bytes or needed_bytes(graph)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
             found += candidates.predicted(
                 graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
@@ -244,25 +254,36 @@ def _estimates(
             start_s=max(0.0, steps.start_s - steps.step_s) if wishes.alone is None else steps.start_s,
         )
         found.insert(0, alone)
+    elif 1 in counts and graph is not None and training.parts.room is not None:
+        found[:0] = candidates.spilled(graph, training, batch, notice)
     return tuple(found), searched
 
 
 def try_out(
-    task: Task, *, device: torch.device, gang: Gang | None, memory_bytes: int, watch: Watch = _unwatched
+    task: Task, *, device: torch.device, gang: Gang | None, memory_bytes: int, folder: Path, watch: Watch = _unwatched
 ) -> Steps:
     """Time steps of a task on the devices of a gang, or on this one."""
     begun_s = time.perf_counter()
+    made: list[Any] = []
 
     def choice(parts: Any, batch: Any) -> Any:
         if gang is None:
-            return Eager(parts)
+            made.append(choose_alone(parts, batch, notice=lambda text: None))
+            return made[0]
         from rota.runtime.choose import choose
 
         return choose(parts, batch, gang=gang, steps=0, memory_bytes=memory_bytes, notice=lambda text: None)
 
-    training = Training(task, device=device, choose=choice, watch=watch)
     if gang is None:
-        return timed(training, begun_s=begun_s, watch=watch)
+        room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes)
+        training = Training(task, device=device, choose=choice, watch=watch, room=room)
+        try:
+            return timed(training, begun_s=begun_s, watch=watch)
+        finally:
+            if made and isinstance(made[0], KeepsItself):
+                made[0].close()
+                files.remove(folder / STORE_FOLDER)
+    training = Training(task, device=device, choose=choice, watch=watch)
     watch("waiting for the other devices of the task")
     gang.meet(timeout_s=task.setup_timeout_s)
     return timed(training, begun_s=begun_s, watch=watch, more=lambda wish: gang.agree(wish)[0])

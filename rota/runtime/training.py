@@ -11,7 +11,7 @@ import torch
 
 from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
-from rota.runtime.executor import Eager, Executor, Parts, check_finite
+from rota.runtime.executor import Eager, Executor, Parts, Room, check_finite
 from rota.runtime.user_code import calling
 from rota.state import rng
 from rota.task import Data, Task
@@ -26,23 +26,34 @@ class Training:
     """Holds everything that the next step depends on."""
 
     def __init__(
-        self, task: Task, *, device: torch.device, watch: Watch | None = None, choose: Choose | None = None
+        self,
+        task: Task,
+        *,
+        device: torch.device,
+        watch: Watch | None = None,
+        choose: Choose | None = None,
+        room: Room | None = None,
     ) -> None:
-        """`choose` says how batches are run, when the first is there."""
+        """`choose` says how batches are run, when the first is there. With `room` the model may be larger than it."""
         self.task = task
         self.device = device
         watch = watch or (lambda what: contextlib.nullcontext())
         rng.seed_all(task.seed)
-        self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
-        with calling("moving the model to its device"):
-            if task.precision == "float64":
-                self.model.double()
-            self.model.to(device)
-            self.model.train()
+        self._building = contextlib.nullcontext() if room is None else room.building
+        with self._building:
+            self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
+            with calling("moving the model to its device"):
+                if task.precision == "float64" and room is not None:
+                    room.building.convert(self.model, torch.float64)
+                elif task.precision == "float64":
+                    self.model.double()
+                self.model.to(device)
+                self.model.train()
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
-        self.optimizer: torch.optim.Optimizer = _made_by(
-            "the optimizer factory", watch, lambda: task.optimizer(self.model), torch.optim.Optimizer
-        )
+        with self._building:
+            self.optimizer: torch.optim.Optimizer = _made_by(
+                "the optimizer factory", watch, lambda: task.optimizer(self.model), torch.optim.Optimizer
+            )
         self.lr_schedule: Any = None
         if task.lr_schedule is not None:
             make_schedule = task.lr_schedule
@@ -52,7 +63,7 @@ class Training:
                 lambda: make_schedule(self.optimizer),
                 torch.optim.lr_scheduler.LRScheduler,
             )
-        self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device)
+        self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device, room=room)
         self._choose: Choose = choose or (lambda parts, batch: Eager(parts))
         self._run: Executor | None = None
         with calling("the data factory"):
@@ -78,7 +89,8 @@ class Training:
         with calling("reading the training data"):
             batch, _ = self.cursor.next()
         if self._run is None:
-            self._run = self._choose(self.parts, batch)
+            self._begin(batch)
+        assert self._run is not None
         if self.batches == 0:
             self._run.zero_grad()
         with calling("the loss function"):
@@ -110,6 +122,7 @@ class Training:
 
     def validate(self, *, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """The means over the validation data. None if interrupted; then nothing has changed."""
+        executor = self._executor  # in train mode: it may be made now, from the graph of a training step
         before = rng.get_state(self.device)
         sums: dict[str, float] = {}
         samples = 0
@@ -120,7 +133,7 @@ class Training:
                     if interrupted():
                         rng.set_state(before, self.device)
                         return None
-                    metrics = self._executor.measure(batch)
+                    metrics = executor.measure(batch)
                     check_finite(metrics, kind="validation", step=self.step)
                     for name, value in metrics.items():
                         sums[name] = sums.get(name, 0.0) + value * size
@@ -139,13 +152,31 @@ class Training:
         self.unvalidated = False
         return means
 
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was run."""
+        return self._run is not None
+
+    def _begin(self, batch: Any) -> None:
+        self._run = self._choose(self.parts, batch)
+
     def _schedule_wants_metric(self) -> bool:
         return isinstance(self.lr_schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     @property
     def _executor(self) -> Executor:
         """What runs batches; before the first training batch that is plain PyTorch, in every process."""
+        if self._run is None and self.parts.room is not None and self.parts.room.building.away:
+            self._begin(self._coming_batch())
         return self._run if self._run is not None else Eager(self.parts)
+
+    def _coming_batch(self) -> Any:
+        """The next training batch; it will come again."""
+        before = self.cursor.state_dict()
+        with rng.keeping_random_state(), calling("reading the training data"):
+            batch, _ = self.cursor.next()
+            self.cursor.load_state_dict(before, lambda text: None)
+        return batch
 
     # ---- state ----
 
@@ -174,10 +205,11 @@ class Training:
         """Go on from where `state_dict` was called; before the first batch."""
         assert self._run is None
         try:
-            self.model.load_state_dict(state["model"])
-            for name, value in self.model.named_buffers():
-                if name in state["buffers"]:
-                    value.copy_(state["buffers"][name])
+            with self._building:
+                self.model.load_state_dict(state["model"])
+                for name, value in self.model.named_buffers():
+                    if name in state["buffers"]:
+                        value.copy_(state["buffers"][name])
             for name, parameter in self.model.named_parameters():
                 if name in state["gradients"]:
                     parameter.grad = state["gradients"][name].to(parameter.device)

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import queue
-import resource
 import signal
 import socket
 import sys
@@ -274,6 +273,7 @@ class Worker:
             device=device,
             counts=command.counts,
             memory_bytes=self._settings.memory_bytes,
+            folder=Path(command.folder),
             known=EstimateStore(path=Path(command.known)).read,
             alike=command.alike,
             search=command.search,
@@ -300,6 +300,7 @@ class Worker:
             device=device,
             gang=gang,
             memory_bytes=self._settings.memory_bytes,
+            folder=Path(command.folder),
             watch=self._watching(task),
         )
         if command.rank > 0:
@@ -348,7 +349,9 @@ class _Follower:
 
 def _gang_of(command: Train | Try, task: Any, kind: str) -> Gang | None:
     """The gang of a task, or None where plain PyTorch on one device does."""
-    if command.size == 1 and task.strategy in ("auto", "single"):
+    from rota.runtime.one_device import spills
+
+    if command.size == 1 and (task.strategy in ("auto", "single") or spills(task.strategy)):
         return None
     from rota.runtime.gang import Gang
 
@@ -418,29 +421,11 @@ def _unpickle(payload: bytes, name: str) -> Any:
         return cloudpickle.loads(payload)
 
 
-@contextlib.contextmanager
-def _memory_limit(settings: WorkerSettings) -> Iterator[None]:
+def _memory_limit(settings: WorkerSettings) -> contextlib.AbstractContextManager[None]:
     """On a CPU device, allocations beyond the device's memory fail as they would on a GPU."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    used_bytes = _data_bytes()
-    if settings.kind == "cpu" and used_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + settings.memory_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    from rota.runtime.limits import limited
 
-
-def _data_bytes() -> int:
-    """The writable private memory of this process, which is what RLIMIT_DATA counts (Linux)."""
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmData:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    return limited(settings.memory_bytes) if settings.kind == "cpu" else contextlib.nullcontext()
 
 
 def _die_with(parent: int) -> None:

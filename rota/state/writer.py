@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,31 @@ class Written:
     write_s: float
     error: str | None
     """Why it was not written, or None."""
+
+
+class Saver(Protocol):
+    """Makes the state of a task durable."""
+
+    copy_s: float
+    """How long training waited for the last copy."""
+    last: Written | None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        ...
+
+    def submit(self, tree: Any, *, step: int) -> None:
+        """Keep the state as it is now; training may go on when this is over."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        ...
+
+    def whole(self, tree: Any) -> Any:
+        """A tree that was submitted, with all of its tensors."""
+        ...
 
 
 class CheckpointWriter:
@@ -63,6 +88,10 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def whole(self, tree: Any) -> Any:
+        """A tree that was submitted, with all of its tensors: it had them."""
+        return tree
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # Fresh memory costs a page fault per 4 KiB, which is dearer than the copy: use the last copy's again.

@@ -28,6 +28,7 @@ from rota.store.database import FILE as JOURNAL_FILE
 MODEL_FILE = "model.safetensors"
 PROFILE_FOLDER = ".profile"
 CHECKPOINT_FOLDER = "checkpoints"
+STORE_FOLDER = "shards"
 OUTPUT_FILE = "output.log"
 LOCK_FILE = "lock"
 REPORT_FILE = "report.html"

@@ -9,6 +9,7 @@ from rota.strategies.interlaced import interlaced
 from rota.strategies.pipeline import pipeline
 from rota.strategies.recycled import recycled
 from rota.strategies.single import single
+from rota.strategies.spill import spill
 from rota.strategies.tensor import tensor
 from rota.strategies.wrapper import torch_ddp, torch_fsdp2
 from rota.strategies.zero import zero
@@ -24,6 +25,7 @@ __all__ = [
     "pipeline",
     "recycled",
     "single",
+    "spill",
     "strategy",
     "tensor",
     "torch_ddp",

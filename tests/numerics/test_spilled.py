@@ -9,9 +9,10 @@ from torch import nn
 
 from rota.errors import FitError
 from rota.graph.capture import capture
+from rota.memory.holdings import Holdings
 from rota.memory.residency import Rates, plan_residency
 from rota.memory.shards import alive_bytes, cut_into_shards
-from rota.memory.slab import Budget
+from rota.memory.slab import Budget, Slab
 from rota.memory.spilled import Spilled
 from rota.memory.steps import Training, groups_of, step_of
 from rota.memory.store import Store
@@ -104,27 +105,32 @@ def spilled(model, optimizer, batches, loss, *, accumulate, clip_norm, moments, 
     budget = Budget(int(least + share * (everything - least)))
     residency, _ = plan_residency(step.stages, step.items, budget_bytes=budget.budget_bytes, rates=RATES)
     tiers = Tiers(Store(folder / "store"), budget)
-    run = Spilled(
-        program,
-        dict(model.named_parameters()),
-        dict(model.named_buffers()),
-        optimizer,
-        step=step,
-        residency=residency,
-        tiers=tiers,
-        training=training,
-        clip_norm=clip_norm,
+    holdings = Holdings(
+        groups, dict(model.named_parameters()), optimizer, items=step.items, tiers=tiers, clip_norm=clip_norm
     )
+    holdings.settle()
+    run = Spilled(program, holdings, dict(model.named_buffers()), step=step, residency=residency, batches=accumulate)
     try:
+        run.enter()
         losses = []
-        for number in range(0, len(batches), accumulate):
-            told = run.train(batches[number : number + accumulate], number=number // accumulate)
-            losses += [one["loss"].item() for one in told]
-        moved = residency.moved_bytes
-        tiers.bring_back()
-        return losses, moved, budget
+        for number, batch in enumerate(batches):
+            if number % accumulate == 0:
+                holdings.begin_step()
+            losses.append(run.batch(batch, place=number % accumulate, number=number)["loss"].item())
+        run.leave()
+        bring_back(tiers)
+        return losses, residency.moved_bytes, budget
     finally:
         tiers.close()
+
+
+def bring_back(tiers):
+    """Everything is in memory, whatever the budget."""
+    for item, held in tiers.held.items():
+        if held.shelf is not None and "gradients" not in item:
+            slab = Slab(held.shelf.size_bytes, budget=Budget(held.shelf.size_bytes), what=item)
+            tiers.store.read(item, slab.bytes)
+            held.attach(slab)
 
 
 def _least(step):

@@ -51,7 +51,7 @@ def steps(draw):
 def replay(residency, *, steps):
     """The most bytes that are ever there; AssertionError if something is missing, lost, or written without need."""
     items, count = residency.items, len(residency.stages)
-    present = set(residency.at_start())
+    present = set().union(*residency.present_before(0))
     leaving = set()
     dirty = set()
     unsure = set(present)

@@ -1,0 +1,157 @@
+"""Decides how a model that does not fit is cut, and what of it is where when: the fastest of some arrangements."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from rota.errors import FitError
+from rota.graph.graph import Graph
+from rota.memory.residency import Forecast, Rates, Residency, plan_residency
+from rota.memory.steps import Group, SegmentSeconds, Step, Training, groups_of, item_of, step_of
+from rota.plan.costs import Costs, segment_costs
+from rota.plan.program import NodeKind, Program, Segment
+from rota.runtime.footprint import Footprints
+from rota.strategies.spill import Spill, cut, shards_of
+
+_AT_ONCE = 4
+"""So many shards, with gradients and moments, are to have room at once: one is used, others come and go."""
+_FEWEST, _MOST = 4, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a graph is cut: what `rota.strategies.spill.cut` needs."""
+
+    shards: int
+    recomputed: frozenset[int] = frozenset()
+
+    def program(self, graph: Graph, *, forward_only: bool = False) -> Program:
+        """The program of a graph that is cut like this."""
+        plan = cut(graph, self.shards, recomputed=self.recomputed)
+        if forward_only:
+            plan.forward_only()
+        return plan.compile()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """A program, and what of its step is where when."""
+
+    cut: Cut
+    training: Training
+    program: Program
+    groups: dict[str, Group]
+    step: Step
+    residency: Residency
+    forecast: Forecast
+
+
+def arrange(
+    graph: Graph,
+    spill: Spill,
+    training: Training,
+    *,
+    budget_bytes: int,
+    rates: Rates,
+    costs: Costs | None = None,
+) -> Arrangement:
+    """The fastest arrangement that the user's choice leaves open. FitError tells the least budget if none fits."""
+    costs = costs or Costs()
+    found: list[Arrangement] = []
+    least: FitError | None = None
+    for shards in _shard_counts(graph, spill, training, budget_bytes):
+        for one in _arrangements(graph, spill, shards, training, budget_bytes, rates, costs):
+            if isinstance(one, FitError):
+                least = one if least is None or (one.needed_bytes or 0) < (least.needed_bytes or 0) else least
+            else:
+                found.append(one)
+        if found:
+            return min(found, key=lambda one: one.forecast.step_s)
+    assert least is not None
+    raise least
+
+
+def _shard_counts(graph: Graph, spill: Spill, training: Training, budget_bytes: int) -> Iterator[int]:
+    """Few enough to be large, and many enough for some of them to fit; then more."""
+    if spill.shards is not None:
+        yield spill.shards
+        return
+    state = sum(tensor.size_bytes for tensor in graph.parameters) * (2 + training.moments)
+    shards = min(_MOST // 4, max(_FEWEST, -(-_AT_ONCE * state // max(1, budget_bytes))))
+    while shards <= _MOST:
+        yield shards
+        shards *= 2
+
+
+def _arrangements(
+    graph: Graph, spill: Spill, shards: int, training: Training, budget_bytes: int, rates: Rates, costs: Costs
+) -> Iterator[Arrangement | FitError]:
+    def of(recomputed: Collection[int], *, move: bool) -> Arrangement | FitError:
+        made = Cut(shards=shards, recomputed=frozenset(recomputed))
+        program = made.program(graph)
+        moving = replace(training, activations_move=move)
+        try:
+            return arranged(
+                made, program, groups_of(program), moving, budget_bytes=budget_bytes, rates=rates, costs=costs
+            )
+        except FitError as error:
+            return error
+
+    everything = range(len(graph.ops))
+    if spill.activations != "auto":
+        again = everything if spill.activations == "recompute" else ()
+        yield of(again, move=spill.activations == "spill")
+        return
+    kept = of((), move=True)
+    yield kept
+    if isinstance(kept, FitError) or any(":tape:" in load.item for load in kept.residency.loads):
+        yield of(everything, move=True)
+    if isinstance(kept, Arrangement):
+        cheaper = _cheaper_made_again(kept, rates, costs)
+        if cheaper:
+            yield of(cheaper, move=True)
+
+
+def arranged(
+    made: Cut,
+    program: Program,
+    groups: dict[str, Group],
+    training: Training,
+    *,
+    budget_bytes: int,
+    rates: Rates,
+    costs: Costs,
+    seconds: SegmentSeconds | None = None,
+) -> Arrangement:
+    """What is where when, for one way to cut. `seconds` are measured ones of segments, if there are any."""
+    if seconds is None:
+        known = segment_costs(program, costs)
+
+        def seconds(segment: Segment) -> tuple[float, float]:
+            return known[segment.index].forward_s, known[segment.index].backward_s
+
+    step = step_of(program, groups, Footprints(program.refined), training, seconds)
+    residency, forecast = plan_residency(step.stages, step.items, budget_bytes=budget_bytes, rates=rates)
+    return Arrangement(
+        cut=made, training=training, program=program, groups=groups, step=step, residency=residency, forecast=forecast
+    )
+
+
+def _cheaper_made_again(kept: Arrangement, rates: Rates, costs: Costs) -> set[int]:
+    """The shards whose activations leave though it takes less time to make them again than to move them."""
+    moved = {load.item for load in kept.residency.loads}
+    seconds = segment_costs(kept.program, costs)
+    graph = kept.program.refined.graph
+    places = {op.name: place for place, op in enumerate(graph.ops)}
+    starts = [shard.start for shard in shards_of(graph, kept.cut.shards)]
+    found = set()
+    for node in kept.program.nodes:
+        item = item_of(0, (node.segment, node.microbatch))
+        if node.kind is NodeKind.FORWARD and item in moved:
+            size = kept.step.items[item].size_bytes
+            if seconds[node.segment].forward_s < size * (rates.read_byte_s + rates.write_byte_s):
+                first = places[kept.program.segments[node.segment].calls[0].op]
+                found.add(bisect.bisect_right(starts, first) - 1)
+    return found

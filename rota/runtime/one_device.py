@@ -1,0 +1,69 @@
+"""Decides how a task runs that has one device for itself: as plain PyTorch, unless it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rota.errors import CaptureError, TaskError
+from rota.runtime.executor import Eager, Executor, Parts, Room
+from rota.runtime.limits import anonymous_bytes
+from rota.task import Task
+
+_BUILDING_FOLDER = ".building"
+TIGHT = 0.5
+"""Of a device's memory: where a model with gradients and moments takes more than that, one looks before one runs."""
+
+
+def room_of(task: Task, *, device: torch.device, folder: Path, memory_bytes: int) -> Room | None:
+    """For a task with one device that may be larger than that."""
+    may_spill = task.strategy == "auto" or spills(task.strategy)
+    if not may_spill or device.type != "cpu" or not memory_bytes:
+        return None
+    from rota.memory.building import Building
+
+    building = Building(folder / _BUILDING_FOLDER, budget_bytes=memory_bytes // 2)
+    building.close()  # what a killed process left
+    return Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=folder, building=building)
+
+
+def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> Executor:
+    """The executor of a task on one device."""
+    room = parts.room
+    strategy: Any = parts.task.strategy
+    if spills(strategy):
+        from rota.memory.spilling import Spilling
+
+        return Spilling(parts, batch, spill=strategy, notice=notice)
+    if room is None or (not room.building.away and state_bytes(parts.model) <= TIGHT * room.memory_bytes):
+        return Eager(parts)
+    # All that can look at a model takes a second to load, which tasks that fit need not wait for.
+    from rota.runtime.choose import graph_of, needed_bytes
+
+    try:
+        graph = graph_of(parts, batch)
+    except CaptureError as error:
+        if room.building.away:
+            raise TaskError(
+                f"the model does not fit into the memory of its device, and spill cannot run it: {error}"
+            ) from error
+        return Eager(parts)
+    if not room.building.away and needed_bytes(graph) <= room.memory_bytes:
+        return Eager(parts)
+    from rota.memory.spilling import Spilling
+    from rota.strategies.spill import spill
+
+    return Spilling(parts, batch, spill=spill(), graph=graph, notice=notice)
+
+
+def spills(strategy: Any) -> bool:
+    """Whether a strategy is for models that do not fit."""
+    return bool(getattr(strategy, "spills", False))
+
+
+def state_bytes(model: torch.nn.Module) -> int:
+    """Of a model with gradients and Adam's moments."""
+    return sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())

@@ -1,0 +1,196 @@
+"""A task whose model comes and goes is trained as the plain loop trains it, through halts, kills and switches."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rota.errors import FitError, TaskError
+from rota.memory import arrange, building, spilling
+from rota.runtime.loop import Loop
+from rota.runtime.messages import Finished, Halted, Noticed
+from rota.strategies import spill
+from tests.numerics.test_exact import (
+    TASKS,
+    Killed,
+    Mortal,
+    Surroundings,
+    assert_equals_plain,
+    gpt_task,
+)
+
+MEMORY = 2**30
+
+
+@pytest.fixture(autouse=True)
+def tight(monkeypatch):
+    """Budgets of little more than the least, for models that would fit into any; and parameters that all may leave."""
+    original, settings = arrange.arrange, {"room": 1.1}
+
+    def tightly(graph, wanted, training, *, budget_bytes, rates):
+        try:
+            return original(graph, wanted, training, budget_bytes=1, rates=rates)
+        except FitError as error:
+            return original(
+                graph, wanted, training, budget_bytes=int(settings["room"] * error.needed_bytes), rates=rates
+            )
+
+    monkeypatch.setattr(spilling, "arrange", tightly)
+    monkeypatch.setattr(building, "_LEAST_BYTES", 1)
+    return settings
+
+
+class Listening(Surroundings):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.notices = []
+
+    def report(self, report):
+        super().report(report)
+        if isinstance(report, Noticed):
+            self.notices.append(report.text)
+
+
+def train(task, folder, surroundings, attempt=1, memory_bytes=MEMORY):
+    return Loop(
+        task,
+        attempt=attempt,
+        folder=folder,
+        device=torch.device("cpu"),
+        surroundings=surroundings,
+        memory_bytes=memory_bytes,
+    ).run()
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_it_equals_the_plain_loop(task, tmp_path):
+    surroundings = Listening()
+    task = replace(task, strategy=spill(shards=4))
+    assert isinstance(train(task, tmp_path, surroundings), Finished)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+    assert "a step reads" in surroundings.notices[0]
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / ".building").exists()
+
+
+@pytest.mark.parametrize("activations", ["keep", "spill", "recompute"])
+def test_whatever_happens_to_activations(activations, tmp_path):
+    task = gpt_task(strategy=spill(shards=5, activations=activations), accumulate=2, steps=6)
+    surroundings = Surroundings()
+    train(task, tmp_path, surroundings)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+@pytest.mark.parametrize(
+    "task", [TASKS["accumulation"], TASKS["BatchNorm and a dict of metrics"]], ids=["gpt", "resnet"]
+)
+def test_a_model_that_is_larger_than_memory_while_it_is_made(task, tmp_path, monkeypatch):
+    task = replace(task, strategy=spill(shards=4), precision="float64")
+    monkeypatch.setattr(spilling.Spilling, "_budget_bytes", lambda self: 1)
+    surroundings = Surroundings()
+    assert isinstance(train(task, tmp_path, surroundings, memory_bytes=20_000), Finished)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+    assert not (tmp_path / ".building").exists()
+
+
+@pytest.mark.parametrize("task", [TASKS["accumulation"], TASKS["epochs, last batch smaller"]], ids=["parts", "epochs"])
+def test_halting_after_every_few_batches_changes_nothing(task, tmp_path, tight):
+    """And it is trained in turns by plain PyTorch, and by one that spills, with other shards each time."""
+    tight["room"] = 3  # it may begin with a batch that is smaller than the others
+    rows = {}
+    for attempt in range(1, 100):
+        surroundings = Surroundings(halt_after=2 + attempt * 2 % 7)
+        strategy = "single" if attempt % 3 == 0 else spill(shards=2 + attempt % 4)
+        outcome = train(replace(task, strategy=strategy), tmp_path, surroundings, attempt, 20_000)
+        for step, row in surroundings.rows.items():
+            rows.setdefault(step, {"step": step}).update(row)
+        if isinstance(outcome, Finished):
+            break
+        assert isinstance(outcome, Halted)
+        assert (tmp_path / "checkpoints").exists() is (strategy == "single")
+        assert (tmp_path / "shards").exists() is (strategy != "single")
+    assert attempt >= 4
+    assert_equals_plain(task, tmp_path, rows)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lives=st.lists(st.integers(4, 14), min_size=1, max_size=3),
+    every=st.integers(1, 3),
+    accumulate=st.integers(1, 2),
+    seed=st.integers(0, 100),
+)
+def test_being_killed_anywhere_changes_nothing(tmp_path_factory, lives, every, accumulate, seed):
+    folder = tmp_path_factory.mktemp("task")
+    task = gpt_task(checkpoint_every=every, accumulate=accumulate, steps=7, strategy=spill(shards=4))
+    dice = random.Random(seed)
+    write = spilling.Store.write
+    with pytest.MonkeyPatch.context() as patch:
+        rows = {}
+        for attempt, life in enumerate([*lives, 10_000], start=1):
+            left = dice.randint(50, 400) if attempt <= len(lives) else 10**9
+
+            def dying(self, item, data, *, summed=False):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    write(self, item, memoryview(bytes(len(data))), summed=summed)  # half of it, or rubbish
+                    raise Killed
+                write(self, item, data, summed=summed)
+
+            patch.setattr(spilling.Store, "write", dying)
+            surroundings = Mortal(dies_after=life)
+            try:
+                train(task, folder, surroundings, attempt)
+            except Killed:
+                continue
+            finally:
+                for step, row in surroundings.rows.items():
+                    rows.setdefault(step, {"step": step}).update(row)
+    assert_equals_plain(task, folder, rows)
+
+
+def test_auto_spills_what_does_not_fit(tmp_path):
+    task = gpt_task(steps=5)
+    surroundings = Listening()
+    assert isinstance(train(task, tmp_path, surroundings, memory_bytes=60_000), Finished)
+    assert any(text.startswith("spill: ") for text in surroundings.notices)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+def test_auto_leaves_what_fits_to_plain_pytorch(tmp_path):
+    surroundings = Listening()
+    assert isinstance(train(gpt_task(steps=3), tmp_path, surroundings), Finished)
+    assert surroundings.notices == []
+    assert (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "shards").exists()
+
+
+def test_too_little_memory_names_what_does_not_fit_and_the_least_that_would_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(spilling, "arrange", arrange.arrange)
+    monkeypatch.setattr(spilling.Spilling, "_budget_bytes", lambda self: 1000)
+    with pytest.raises(TaskError, match=r"pass of \S+.* needs [\d,]+ bytes at once: the task needs .* at least .*iB"):
+        train(gpt_task(strategy=spill()), tmp_path, Surroundings())
+
+
+def test_an_optimizer_that_looks_at_everything_is_refused(tmp_path):
+    task = gpt_task(strategy=spill(), optimizer=lambda model: torch.optim.LBFGS(model.parameters()), lr_schedule=None)
+    with pytest.raises(TaskError, match="LBFGS may look at all parameters at once"):
+        train(task, tmp_path, Surroundings())
+
+
+def test_a_metric_that_is_a_parameter_is_refused(tmp_path):
+    def loss(model, rows):
+        return {"loss": model(rows[:, :-1]).square().mean(), "scale": model.scale}
+
+    def make():
+        model = gpt_task().model()
+        model.scale = torch.nn.Parameter(torch.ones(()))
+        model.register_forward_hook(lambda module, inputs, output: output * module.scale)
+        return model
+
+    with pytest.raises(TaskError, match="the metric 'scale' is the parameter"):
+        train(gpt_task(strategy=spill(), model=make, loss=loss), tmp_path, Surroundings())
