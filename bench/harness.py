@@ -20,11 +20,16 @@ RESULTS = Path(__file__).parent / "results"
 
 def options(description: str | None) -> argparse.Namespace:
     """--quick, --json and --keep."""
+    return parser(description).parse_args()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """For those that have options of their own, too."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="end within 50 seconds on two cores")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--keep", action="store_true", help="keep the result in bench/results/")
-    return parser.parse_args()
+    return parser
 
 
 def machine() -> dict[str, Any]:

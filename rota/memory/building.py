@@ -21,9 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from rota.memory.slab import Budget, Slab, shelf_bytes
 from rota.memory.store import Store
 from rota.runtime.hollow import hollow_like
+from rota.runtime.limits import return_freed_memory
 
 _LEAST_BYTES = 2**16
 """Smaller parameters stay: all of them together take less than what it costs to move them."""
+
+_SMALL = 8
+"""A model of less than this part of the budget will stay."""
 
 
 class Building:
@@ -163,6 +167,8 @@ class Building:
         self._here[key] = None
         self.here_bytes += self._known[key][1]
         self.peak_bytes = max(self.peak_bytes, self.here_bytes)
+        if self.here_bytes > self._budget_bytes // _SMALL:
+            return_freed_memory()
 
     def _make_room(self, size: int, *, keep: set[int]) -> None:
         for key in list(self._here):

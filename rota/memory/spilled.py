@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,29 +47,36 @@ class Spilled:
             stored={**buffers, **holdings.parameters},
         )
         self.run = StepRun(step, residency, holdings.tiers, self._act)
-        self._tapes = dict(self._movable_tapes())
+        self._activations = dict(self._movable_activations())
 
-    def _movable_tapes(self) -> Iterator[tuple[str, Held]]:
+    def _movable_activations(self) -> Iterator[tuple[str, Held]]:
+        """What segments keep for their backward passes, and what they hand to each other."""
         for act in self.step.acts:
-            if act.kind == "forward":
-                node = self.program.nodes[act.node]
-                item = item_of(act.batch, (node.segment, node.microbatch))
-                if item in self.step.items and self.step.items[item].movable:
-                    kept = functools.partial(self._device.kept, node.segment, node.microbatch)
-                    yield item, Held(size_bytes=self.step.items[item].size_bytes, tensors=kept)
+            if act.kind != "forward":
+                continue
+            node = self.program.nodes[act.node]
+            kept = functools.partial(self._device.kept, node.segment, node.microbatch)
+            yield from self._held(item_of(act.batch, (node.segment, node.microbatch)), kept)
+            for value in node.makes:
+                yield from self._held(item_of(act.batch, value), functools.partial(self._device.made, value))
+
+    def _held(self, item: str, tensors: Callable[[], list[torch.Tensor]]) -> Iterator[tuple[str, Held]]:
+        known = self.step.items.get(item)
+        if known is not None and known.movable:
+            yield item, Held(size_bytes=known.size_bytes, tensors=tensors)
 
     def enter(self, batch: int = 0) -> None:
         """Begin to run batches, from this one of a step on. All that can leave has left."""
         tiers = self._holdings.tiers
         tiers.budget.take(self.step.items[FIXED].size_bytes, "what never leaves")
-        tiers.held.update(self._tapes)
+        tiers.held.update(self._activations)
         self.run.begin(batch)
 
     def leave(self) -> None:
         """Leave the memory to others."""
         tiers = self._holdings.tiers
         self.run.leave()
-        for item in self._tapes:
+        for item in self._activations:
             del tiers.held[item]
         tiers.budget.give(self.step.items[FIXED].size_bytes)
 

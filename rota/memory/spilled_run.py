@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rota.memory.steps import forward_reads
-from rota.plan.program import Node, Program, Segment
+from rota.plan.program import Node, Program, Segment, Value
 from rota.runtime.device_run import DeviceRun, laid_out, total
 from rota.runtime.segment import Dropped, SegmentRunner, Tape
 
@@ -77,6 +77,10 @@ class SpilledRun(DeviceRun):
     def kept(self, segment: int, microbatch: int) -> list[torch.Tensor]:
         """What a segment keeps for its backward pass."""
         return self._tapes[(segment, microbatch)].kept
+
+    def made(self, value: Value) -> list[torch.Tensor]:
+        """What a segment made for others."""
+        return [self.values[value]]
 
     def hand_over(self, names: Iterable[str]) -> None:
         """Add complete gradients to those of the parameters, and forget them here."""

@@ -157,7 +157,10 @@ class _Builder:
         uses = [
             _Uses(program, self._prints, node, reads[(node.segment, node.microbatch)], told) for node in program.nodes
         ]
-        _extend(uses, _shared(program, self._prints))
+        shared = _shared(program, self._prints)
+        _extend(uses, shared)
+        for use in uses:  # with it, what is a view of it would have to move
+            use.movable -= {root for root, _ in shared.values()}
         last_backward = self._last_backward(uses)
         for batch in range(self._training.batches):
             self._add_batch(batch, uses, last_backward)
@@ -204,7 +207,9 @@ class _Builder:
             begun.update(made)
             for key in made:
                 size = use.sizes[key]
-                moves = self._training.activations_move and not isinstance(key, Value) and size > 0
+                moves = self._training.activations_move and key in use.movable and size > 0
+                if moves and isinstance(key, Value):
+                    size = shelf_bytes([size])
                 self._items[item_of(batch, key)] = Item(size_bytes=size, movable=moves)
             weights = {self._group_of[name] for name in use.parameters}
             derived = {self._group_of[name].gradients for name in use.derived}
@@ -279,6 +284,7 @@ class _Uses:
         self.reads: list[Key] = []
         self.makes: list[Key] = []
         self.sizes: dict[Key, int] = {}
+        self.movable: set[Key] = set()
         self.parameters: list[str] = []
         """Whose weights must be there."""
         self.derived: list[str] = []
@@ -286,11 +292,14 @@ class _Uses:
         self.derived_bytes = 0
         if node.kind is NodeKind.FORWARD:
             self._read(program, reads, [True] * len(reads))
-            for made, size in zip(node.makes, found.exits, strict=True):
+            for made, size, moves in zip(node.makes, found.exits, found.moves_exit, strict=True):
                 if made not in told:
                     self._make(made, size)
+                    if moves:
+                        self.movable.add(made)
             if self.segment.grad:
                 self._make(tape, _tape_bytes(self.segment, found))
+                self.movable.add(tape)
             self.work_bytes = max(0, found.forward_peak - sum(self.sizes.values()))
             return
         again = self.segment.recompute

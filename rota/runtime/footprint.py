@@ -39,6 +39,8 @@ class Footprint:
     """What is kept for the backward run, beyond entries and exits."""
     keeps_entry: tuple[bool, ...]
     keeps_exit: tuple[bool, ...]
+    moves_exit: tuple[bool, ...]
+    """For each exit, whether it is all that is in its memory and nobody else's, so that it can be moved."""
     backward_peak: int
     """The most that the backward run needs beyond what was kept and the gradients that come in."""
     gradients: tuple[int, ...]
@@ -81,6 +83,7 @@ class Footprints:
             entry_refs = [weakref.ref(value.untyped_storage()) for value in values]
             exit_refs = [weakref.ref(output.untyped_storage()) for output in outputs]
             shapes = [(tuple(output.shape), output.dtype) for output in outputs]
+            own = _whole_of_their_own(values, outputs)
             del values, outputs  # what is alive now is what the tape keeps
             keeps_entry = tuple(ref() is not None for ref in entry_refs)
             keeps_exit = tuple(ref() is not None for ref in exit_refs)
@@ -97,6 +100,7 @@ class Footprints:
             kept=max(0, kept),
             keeps_entry=keeps_entry,
             keeps_exit=keeps_exit,
+            moves_exit=tuple(one and not keep for one, keep in zip(own, keeps_exit, strict=True)),
             backward_peak=backward_peak,
             gradients=gradients,
             gradient_of_exit=handed,
@@ -163,6 +167,17 @@ def _exits(values: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[tup
         sizes.append(0 if key in entries or key in seen else output.untyped_storage().nbytes())
         seen.append(key)
     return tuple(sizes), tuple(shared)
+
+
+def _whole_of_their_own(values: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[bool]:
+    """Whether each output fills its memory without gaps, and shares it with nobody."""
+    keys = [one.untyped_storage()._cdata for one in (*values, *outputs)]
+    found = []
+    for output in outputs:
+        storage = output.untyped_storage()
+        filled = output.numel() * output.element_size() == storage.nbytes() > 0
+        found.append(filled and keys.count(storage._cdata) == 1)
+    return found
 
 
 def likeness(refined: Refined, segment: Segment) -> Any:

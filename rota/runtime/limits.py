@@ -7,6 +7,13 @@ import ctypes
 import resource
 from collections.abc import Iterator
 
+HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+"""In the environment of a process: large memory comes in pages of 2 MiB, which is faster where it is always new."""
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 2**20
+_USUAL_BYTES = 32 * 2**20
+"""Where glibc ends up by itself."""
+
 
 @contextlib.contextmanager
 def limited(memory_bytes: int) -> Iterator[None]:
@@ -22,11 +29,10 @@ def limited(memory_bytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loosened(by_bytes: int | None = None) -> Iterator[None]:
-    """With a limit that is higher by so much, or with none: mapped files count, and take no memory."""
+def lifted() -> Iterator[None]:
+    """Without a limit: mapped files count, and take no memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_DATA, (hard if by_bytes is None else soft + by_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     try:
         yield
     finally:
@@ -35,9 +41,33 @@ def loosened(by_bytes: int | None = None) -> Iterator[None]:
 
 def anonymous_bytes() -> int:
     """The memory that this process really takes, without files; what was freed is given back first (Linux)."""
+    give_back()
+    return _status_bytes("RssAnon:")
+
+
+def give_back() -> None:
+    """Give freed memory that is kept for later back to the system (glibc)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    return _status_bytes("RssAnon:")
+
+
+def return_freed_memory() -> None:
+    """From now on, give the memory of large tensors back to the system when they are freed.
+
+    What is kept for the next ones cannot be used for anything else, and there can be more of it than of what is in use
+    (glibc). Memory that is always new takes time; where workers are started with huge pages, little of it.
+    """
+    _set_malloc(_LARGE_BYTES)
+
+
+def keep_freed_memory() -> None:
+    """From now on, keep it for the next ones, as usual."""
+    _set_malloc(_USUAL_BYTES)
+
+
+def _set_malloc(threshold_bytes: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
 
 
 def data_bytes() -> int:

@@ -109,7 +109,7 @@ class Loop:
                 self._gang.meet(timeout_s=self._task.setup_timeout_s)
         with self._watch_setup("restoring the checkpoint"):
             if self._room is not None:
-                self._while_running.enter_context(limits.loosened())
+                self._while_running.enter_context(limits.lifted())
             found = self._restore()
             if found is not None:
                 training.load_state_dict(found["training"], notice=self._notice)
@@ -155,12 +155,16 @@ class Loop:
     def _choose(self, parts: Parts, batch: Any) -> Executor:
         executor = self._chosen(parts, batch)
         self._while_running.close()
+        limits.keep_freed_memory()
         if isinstance(executor, KeepsItself):
             self._writer.wait()
             self._writer = executor.writer(self._written)
+            limits.return_freed_memory()
+            self._while_running.callback(limits.keep_freed_memory)
             self._while_running.callback(executor.close)
             # It counts its own bytes; what allocators take beside them must not end it.
-            self._while_running.enter_context(limits.loosened(self._memory_bytes // 10 + _ALLOCATORS_BYTES))
+            limits.give_back()
+            self._while_running.enter_context(limits.limited(self._memory_bytes * 11 // 10 + _ALLOCATORS_BYTES))
         return executor
 
     def _chosen(self, parts: Parts, batch: Any) -> Executor:

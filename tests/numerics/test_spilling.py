@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rota.errors import FitError, TaskError
 from rota.memory import arrange, building, spilling
+from rota.memory.slab import Budget, Slab
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Finished, Halted, Noticed
 from rota.strategies import spill
@@ -123,7 +124,8 @@ def test_halting_after_every_few_batches_changes_nothing(task, tmp_path, tight):
     accumulate=st.integers(1, 2),
     seed=st.integers(0, 100),
 )
-def test_being_killed_anywhere_changes_nothing(tmp_path_factory, lives, every, accumulate, seed):
+def test_being_killed_anywhere_changes_nothing(tmp_path_factory, tight, lives, every, accumulate, seed):
+    tight["room"] = 3
     folder = tmp_path_factory.mktemp("task")
     task = gpt_task(checkpoint_every=every, accumulate=accumulate, steps=7, strategy=spill(shards=4))
     dice = random.Random(seed)
@@ -137,7 +139,8 @@ def test_being_killed_anywhere_changes_nothing(tmp_path_factory, lives, every, a
                 nonlocal left
                 left -= 1
                 if left < 0:
-                    write(self, item, memoryview(bytes(len(data))), summed=summed)  # half of it, or rubbish
+                    rubbish = Slab(len(data), budget=Budget(len(data)), what="rubbish")
+                    write(self, item, rubbish.bytes, summed=summed)
                     raise Killed
                 write(self, item, data, summed=summed)
 

@@ -24,6 +24,7 @@ from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
 from rota.pickling import pickle_task
 from rota.runtime import channel
+from rota.runtime.limits import HUGE_PAGES
 from rota.runtime.messages import Beat, Halt, Look, Measured, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.task import Task
@@ -311,6 +312,7 @@ def _spawn(device: Device, theirs: socket.socket, output: IO[bytes]) -> subproce
     )
     threads = str(max(1, len(device.cores)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment.setdefault(*HUGE_PAGES)
     if device.kind == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
     else:

@@ -1,0 +1,291 @@
+"""One arm of bench.spill, in a process of its own: trains a GPT in one way and prints what it took as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rota.memory import arrange as arranging
+from rota.memory.residency import Forecast, Residency, Write, plan_residency
+from rota.memory.spilling import Spilling
+from rota.runtime.executor import KeepsItself
+from rota.runtime.limits import anonymous_bytes, return_freed_memory
+from rota.runtime.one_device import choose_alone, room_of
+from rota.runtime.training import Training
+from rota.strategies import spill
+from rota.task import Data, Task
+from rota.testing.models import GPT
+
+VOCABULARY = 512
+_GROUPS = Path("/sys/fs/cgroup/memory")
+_ROOM = 1.1
+"""The system ends an arm that takes more than this of its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained, and how."""
+
+    arm: str
+    width: int
+    depth: int
+    rows: int
+    length: int
+    steps: int
+    memory_bytes: int = 0
+    folder: str = "."
+
+    def model(self) -> GPT:
+        """Made anew."""
+        return GPT(vocabulary=VOCABULARY, context=self.length, width=self.width, depth=self.depth, heads=8)
+
+    def batch(self, number: int) -> torch.Tensor:
+        """Of a step: the same few rows over and over, so that the loss falls."""
+        generator = torch.Generator().manual_seed(number % 4)
+        return torch.randint(0, VOCABULARY, (self.rows, self.length + 1), generator=generator)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and two moments."""
+        with torch.device("meta"):
+            return 16 * sum(one.numel() for one in self.model().parameters())
+
+    def task(self) -> Task:
+        """For rota."""
+        return Task(
+            name="gpt",
+            model=self.model,
+            data=lambda: Data(train=(self.batch(number) for number in range(self.steps))),
+            loss=loss_of,
+            optimizer=optimizer_of,
+            steps=self.steps,
+            strategy=spill(activations="recompute") if self.arm == "recompute_only" else spill(),
+        )
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The fastest that PyTorch has."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Of the next token."""
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+# ---- the arms ----
+
+Step = Callable[[torch.Tensor], float]
+
+
+def in_memory(setting: Setting) -> Step:
+    """Plain PyTorch with all the memory it wants."""
+    torch.manual_seed(0)
+    model = setting.model()
+    optimizer = optimizer_of(model)
+
+    def step(batch: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def mapped(setting: Setting) -> Step:
+    """Plain PyTorch on tensors that are files, which the system moves as it sees fit."""
+    torch.manual_seed(0)
+    folder = Path(setting.folder)
+    files = iter(range(10**6))
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        path = str(folder / f"tensor-{next(files)}")
+        made = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        return made.copy_(tensor.detach())
+
+    with torch.device("meta"):
+        model = setting.model()
+    values = setting.model().state_dict()
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        module, _, leaf = name.rpartition(".")
+        made = torch.nn.Parameter(moved(values.pop(name)))
+        setattr(model.get_submodule(module), leaf, made)
+        made.grad = moved(torch.zeros_like(made))
+        del parameter
+    for name, buffer in list(model.named_buffers()):
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module).register_buffer(leaf, values.get(name, torch.zeros_like(buffer, device="cpu")))
+    optimizer = optimizer_of(model)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros(()),
+            "exp_avg": moved(torch.zeros_like(parameter)),
+            "exp_avg_sq": moved(torch.zeros_like(parameter)),
+        }
+
+    def step(batch: torch.Tensor) -> float:
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def spilled(setting: Setting) -> tuple[Step, Training, list[Spilling]]:
+    """As rota runs it."""
+    task = setting.task()
+    device = torch.device("cpu")
+    made: list[Any] = []
+
+    def chosen(parts: Any, batch: Any) -> Any:
+        made.append(choose_alone(parts, batch, notice=lambda text: None))
+        return made[0]
+
+    return_freed_memory()
+    room = room_of(task, device=device, folder=Path(setting.folder), memory_bytes=setting.memory_bytes)
+    training = Training(task, device=device, choose=chosen, room=room)
+
+    def step(batch: torch.Tensor) -> float:
+        means = training.train_batch()
+        assert means is not None
+        return means["train/loss"]
+
+    return step, training, made
+
+
+def without_prefetch(residency: Residency) -> Residency:
+    """What is needed comes when it is needed."""
+    return replace(residency, loads=tuple(replace(load, begin=load.stage) for load in residency.loads))
+
+
+def without_clean_tracking(residency: Residency) -> Residency:
+    """Whatever leaves is written."""
+    dropped = tuple(
+        Write(item=item, stage=position, by=position + 1)
+        for position, items in enumerate(residency.drops)
+        for item in sorted(items)
+    )
+    return replace(residency, writes=residency.writes + dropped, drops=tuple(frozenset() for _ in residency.drops))
+
+
+def _changed(change: Callable[[Residency], Residency]) -> Callable[..., tuple[Residency, Forecast]]:
+    def planned(*args: Any, **kwargs: Any) -> tuple[Residency, Forecast]:
+        residency, forecast = plan_residency(*args, **kwargs)
+        return change(residency), forecast
+
+    return planned
+
+
+CHANGES = {"no_prefetch": without_prefetch, "no_clean_tracking": without_clean_tracking}
+
+
+# ---- memory ----
+
+
+class Watch:
+    """The most memory that this process took, above what it took at the start; files do not count."""
+
+    def __enter__(self) -> Watch:
+        self._start_bytes = self.peak_bytes = anonymous_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.peak_bytes -= self._start_bytes
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.01):
+            with open("/proc/self/status") as file:
+                taken = next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
+            self.peak_bytes = max(self.peak_bytes, taken)
+
+
+@contextlib.contextmanager
+def confined(memory_bytes: int) -> Iterator[bool]:
+    """A group of which the system takes care that it stays within its memory, page cache and all."""
+    group = _GROUPS / f"rota-bench-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(memory_bytes))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        (_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Train; the time of each step, the losses, and the memory."""
+    torch.set_num_threads(int(os.environ.get("ROTA_BENCH_THREADS", "2")))
+    warm = replace(setting, width=64, depth=1, rows=1, steps=1, memory_bytes=2**30, arm="spill")
+    made: list[Any] = []
+    if setting.arm not in ("memory", "mapped"):  # what PyTorch imports is nobody's memory
+        warm_step, _, made = spilled(warm)
+        warm_step(warm.batch(0))
+        made[0].close()
+        if setting.arm in CHANGES:
+            arranging.plan_residency = _changed(CHANGES[setting.arm])
+    else:
+        in_memory(warm)(warm.batch(0))
+    gc.collect()
+    limited = setting.arm not in ("memory",)
+    keeper: Any = confined(int(_ROOM * setting.memory_bytes)) if limited else contextlib.nullcontext(False)
+    found: dict[str, Any] = {"losses": [], "steps_s": []}
+    began_s = time.perf_counter()
+    with keeper as kept, Watch() as watch:
+        executors: list[Any] = []
+        if setting.arm == "memory":
+            step = in_memory(setting)
+        elif setting.arm == "mapped":
+            step = mapped(setting)
+        else:
+            step, _, executors = spilled(setting)
+        for number in range(setting.steps):
+            batch = setting.batch(number)
+            step_began_s = time.perf_counter()
+            found["losses"].append(step(batch))
+            found["steps_s"].append(time.perf_counter() - step_began_s)
+            if number == 0:
+                found["start_s"] = time.perf_counter() - began_s
+        if executors:
+            way = executors[0]._active or next(iter(executors[0]._ways.values()))
+            read, written = way.residency.moved_bytes
+            found |= {"read_bytes": read, "written_bytes": written, "shards": len(way.program.segments)}
+            found["recomputed"] = sum(one.recompute for one in way.program.segments)
+    for executor in executors:
+        if isinstance(executor, KeepsItself):
+            executor.close()
+    return {**found, "peak_bytes": watch.peak_bytes, "confined": kept}
+
+
+if __name__ == "__main__":
+    given = Setting(**json.loads(sys.argv[1]))
+    with tempfile.TemporaryDirectory(dir=given.folder) as place:
+        print(json.dumps(run(replace(given, folder=place)) | {"setting": asdict(given)}))
