@@ -94,8 +94,8 @@ def summarise(made: Arrangement, *, memory_bytes: int) -> SpillExplanation:
 
     own, shared = _owners(made)
     shards = [
-        line(name_of(made.program, segment), own.get(segment.index), item_of(0, (segment.index, 0)), segment.recompute)
-        for segment in _in_order(made)
+        line(name_of(made.program, segment), own.get(segment.index), item_of(0, tape), segment.recompute)
+        for segment, tape in _in_order(made)
     ]
     read, written = residency.moved_bytes
     return SpillExplanation(
@@ -116,9 +116,14 @@ def summarise(made: Arrangement, *, memory_bytes: int) -> SpillExplanation:
     )
 
 
-def _in_order(made: Arrangement) -> list[Segment]:
+def _in_order(made: Arrangement) -> list[tuple[Segment, tuple[int, int]]]:
+    """The segments as they are run, and the key of what each keeps."""
     program = made.program
-    return [program.segments[node.segment] for node in program.nodes if node.kind is NodeKind.FORWARD]
+    return [
+        (program.segments[node.segment], (node.segment, node.microbatch))
+        for node in program.nodes
+        if node.kind is NodeKind.FORWARD
+    ]
 
 
 def _owners(made: Arrangement) -> tuple[dict[int, Group], list[Group]]:
