@@ -44,9 +44,9 @@ class Mover:
         self.read = Pace()
         self.written = Pace()
 
-    def load(self, item: str, into: Slab) -> Future[None]:
-        """Begin to read an item."""
-        return self._readers.submit(self._load, item, [into])
+    def load(self, item: str, into: Slab, *, after: Future[None] | None = None) -> Future[None]:
+        """Begin to read an item, when what is being written of it is there."""
+        return self._readers.submit(self._load, item, [into], after)
 
     def write(self, item: str, slab: Slab) -> Future[None]:
         """Begin to write an item; its memory stays until that is done."""
@@ -59,7 +59,9 @@ class Mover:
 
     # A thread keeps what it was given for a moment after it told that it is done: so it is given a box, and empties it.
 
-    def _load(self, item: str, into: list[Slab]) -> None:
+    def _load(self, item: str, into: list[Slab], after: Future[None] | None) -> None:
+        if after is not None:
+            after.result()
         with self.read.timing(into[0].size_bytes):
             self._store.read(item, into.pop().bytes)
 

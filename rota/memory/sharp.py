@@ -106,6 +106,10 @@ class Pool:
         unit = model.unit + 1 if name == self._running.get(device) else model.unit
         return name, unit % len(model.work.units_s)
 
+    def follows(self, device: int) -> bool:
+        """Whether a unit is chosen for a device, of a model that is still there."""
+        return device in self._next
+
     def began(self, device: int) -> None:
         """The unit that was chosen for a device runs now."""
         assert device not in self._running

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from rota.memory.acting import Acting
 from rota.memory.holdings import Holdings
 from rota.memory.residency import Residency
-from rota.memory.spilled_run import SpilledRun
 from rota.memory.step_run import StepRun
-from rota.memory.steps import FIXED, Act, Step, item_of
+from rota.memory.steps import FIXED, Step, item_of
 from rota.memory.tiers import Held
 from rota.plan.program import Program
 
@@ -37,16 +37,8 @@ class Spilled:
         self.step = step
         self.residency = residency
         self._holdings = holdings
-        self._batches = batches
-        self._device = SpilledRun(
-            program,
-            0,
-            seed=seed,
-            plain_random=plain_random,
-            shares=batches,
-            stored={**buffers, **holdings.parameters},
-        )
-        self.run = StepRun(step, residency, holdings.tiers, self._act)
+        self._acting = Acting(program, step, holdings, buffers, batches=batches, seed=seed, plain_random=plain_random)
+        self.run = StepRun(step, residency, holdings.tiers, self._acting.act)
         self._activations = dict(self._movable_activations())
 
     def _movable_activations(self) -> Iterator[tuple[str, Held]]:
@@ -55,10 +47,10 @@ class Spilled:
             if act.kind != "forward":
                 continue
             node = self.program.nodes[act.node]
-            kept = functools.partial(self._device.kept, node.segment, node.microbatch)
+            kept = functools.partial(self._acting.device.kept, node.segment, node.microbatch)
             yield from self._held(item_of(act.batch, (node.segment, node.microbatch)), kept)
             for value in node.makes:
-                yield from self._held(item_of(act.batch, value), functools.partial(self._device.made, value))
+                yield from self._held(item_of(act.batch, value), functools.partial(self._acting.device.made, value))
 
     def _held(self, item: str, tensors: Callable[[], list[torch.Tensor]]) -> Iterator[tuple[str, Held]]:
         known = self.step.items.get(item)
@@ -82,32 +74,6 @@ class Spilled:
 
     def batch(self, batch: Any, *, place: int, number: int) -> dict[str, torch.Tensor]:
         """One batch of a step, and with the last one the update; its metrics. `number` counts batches."""
-        self._device.clear()
-        self._device.begin(batch, step=number)
+        self._acting.begin(batch, number=number)
         self.run.advance(place)
-        self._device.end()
-        return self._outputs()
-
-    def _outputs(self) -> dict[str, torch.Tensor]:
-        program = self.program
-        found = {}
-        for metric, name in program.refined.graph.outputs.items():
-            if name in program.results:
-                found[metric] = self._device.values[program.results[name].value]
-            else:
-                found[metric] = self._device.free(name)
-        return found
-
-    def _act(self, act: Act) -> None:
-        if act.kind == "update":
-            self._holdings.update(self.step.groups[act.group])
-            return
-        node = self.program.nodes[act.node]
-        if act.kind == "forward":
-            self._device.forward(node)
-        else:
-            self._device.backward(node)
-            self._device.hand_over(act.completes)
-            if act.batch == self._batches - 1:
-                self._holdings.complete(act.completes)
-        self._device.drop(act.drops)
+        return self._acting.end()

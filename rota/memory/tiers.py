@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -51,30 +52,31 @@ class Tiers:
         self.held: dict[str, Held] = {}
         self._mover = Mover(store)
         self._coming: dict[str, tuple[Future[None], Slab]] = {}
-        self._unborn: set[str] = set()
+        self._unborn: dict[str, Budget] = {}
         """What is expected, and has room, and will be made by the one who needs it."""
         self._leaving: dict[str, Future[None]] = {}
         self._changed: set[str] = set()
         """What is in memory and not, or not as it is, on disk."""
 
-    def begin_load(self, item: str) -> None:
-        """Ask for an item."""
+    def begin_load(self, item: str, *, budget: Budget | None = None) -> None:
+        """Ask for an item; its memory is of another budget, if one is given."""
         held = self.held[item]
+        budget = budget or self.budget
         if held.shelf is None:
-            self.budget.take(held.size_bytes, item)
-            self._unborn.add(item)
+            budget.take(held.size_bytes, item)
+            self._unborn[item] = budget
             return
-        slab = Slab(held.shelf.size_bytes, budget=self.budget, what=item)
-        self._coming[item] = (self._mover.load(item, slab), slab)
+        slab = Slab(held.shelf.size_bytes, budget=budget, what=item)
+        self._coming[item] = (self._mover.load(item, slab, after=self._leaving.get(item)), slab)
 
     def finish_load(self, item: str) -> None:
         """Wait until it is there."""
-        if item not in self._unborn:
+        if item in self._coming:
             future, slab = self._coming.pop(item)
             future.result()
             self.held[item].attach(slab)
 
-    def admit(self, item: str) -> None:
+    def admit(self, item: str, *, budget: Budget | None = None) -> None:
         """Give tensors that have memory of their own, if there are any, room in a slab."""
         held = self.held[item]
         if held.slab is not None:
@@ -82,10 +84,10 @@ class Tiers:
         tensors = held.tensors()
         shelf = Shelf.of(tensors)
         assert shelf.size_bytes <= held.size_bytes, f"{item}: {shelf.size_bytes} bytes, expected {held.size_bytes}"
-        if item in self._unborn:
-            self._unborn.remove(item)
-            self.budget.give(held.size_bytes)
-        slab = Slab(shelf.size_bytes, budget=self.budget, what=item)
+        expected = self._unborn.pop(item, None)
+        if expected is not None:
+            expected.give(held.size_bytes)
+        slab = Slab(shelf.size_bytes, budget=budget or expected or self.budget, what=item)
         for tensor, view in zip(tensors, slab.tensors(shelf), strict=True):
             view.copy_(tensor.detach())
             tensor.data = view
@@ -118,6 +120,10 @@ class Tiers:
         """What is on disk is not true any more."""
         self._changed.add(item)
 
+    def is_changed(self, item: str) -> bool:
+        """Whether it is not on disk as it is in memory."""
+        return item in self._changed
+
     def is_near(self, item: str) -> bool:
         """Whether it is in memory, on its way there, or will be made there."""
         return self.held[item].slab is not None or item in self._coming or item in self._unborn
@@ -136,13 +142,26 @@ class Tiers:
         """Everything is on disk and nothing in memory."""
         for item in list(self._coming):
             self.finish_load(item)
-        for item in self._unborn:
-            self.budget.give(self.held[item].size_bytes)
+        for item, budget in self._unborn.items():
+            budget.give(self.held[item].size_bytes)
         self._unborn.clear()
         self.flush()
         for item, held in self.held.items():
             if held.slab is not None:
                 self.drop(item)
+
+    def abandon(self) -> None:
+        """Nothing in memory is of use any more, nor what is on its way."""
+        for future in (*(future for future, _ in self._coming.values()), *self._leaving.values()):
+            with contextlib.suppress(Exception):
+                future.result()
+        for item, budget in self._unborn.items():
+            budget.give(self.held[item].size_bytes)
+        for held in self.held.values():
+            if held.slab is not None:
+                held.detach()
+        for table in (self._coming, self._leaving, self._unborn, self._changed):
+            table.clear()
 
     def rates(self, usual: Rates) -> Rates:
         """What moves took so far; the usual where nothing was moved."""
