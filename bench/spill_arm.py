@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from rota.testing.models import GPT
 
 VOCABULARY = 512
 _GROUPS = Path("/sys/fs/cgroup/memory")
+_SMALL = 2**14
 _ROOM = 1.1
 """The system ends an arm that takes more than this of its memory."""
 
@@ -108,40 +110,44 @@ def in_memory(setting: Setting) -> Step:
 
 
 def mapped(setting: Setting) -> Step:
-    """Plain PyTorch on tensors that are files, which the system moves as it sees fit."""
+    """Plain PyTorch on tensors that are files, activations and all, which the system moves as it sees fit."""
     torch.manual_seed(0)
     folder = Path(setting.folder)
-    files = iter(range(10**6))
+    numbers = itertools.count()
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        path = str(folder / f"tensor-{next(files)}")
-        made = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
-        return made.copy_(tensor.detach())
+    def empty(shape: torch.Size) -> torch.Tensor:
+        path = str(folder / f"tensor-{next(numbers)}")
+        return torch.from_file(path, shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
 
+    return_freed_memory()
     with torch.device("meta"):
         model = setting.model()
-    values = setting.model().state_dict()
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        module, _, leaf = name.rpartition(".")
-        made = torch.nn.Parameter(moved(values.pop(name)))
-        setattr(model.get_submodule(module), leaf, made)
-        made.grad = moved(torch.zeros_like(made))
-        del parameter
-    for name, buffer in list(model.named_buffers()):
-        module, _, leaf = name.rpartition(".")
-        model.get_submodule(module).register_buffer(leaf, values.get(name, torch.zeros_like(buffer, device="cpu")))
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.device.type == "meta":
+                setattr(module, name, torch.nn.Parameter(empty(parameter.shape)))
+    model.head.weight = model.tokens.weight
+    for parameter in model.parameters():  # values do not matter for how long it takes
+        torch.nn.init.normal_(parameter, std=0.02)
     optimizer = optimizer_of(model)
     for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.zeros(()),
-            "exp_avg": moved(torch.zeros_like(parameter)),
-            "exp_avg_sq": moved(torch.zeros_like(parameter)),
-        }
+        parameter.grad = empty(parameter.shape)
+        moments = {"exp_avg": empty(parameter.shape), "exp_avg_sq": empty(parameter.shape)}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+    lasting = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() < _SMALL or tensor.untyped_storage().data_ptr() in lasting:
+            return tensor
+        path = folder / "activation"
+        made = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        path.unlink()  # it is gone when nobody has it any more
+        return made.copy_(tensor.detach())
 
     def step(batch: torch.Tensor) -> float:
         optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model, batch)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss.item()
@@ -255,7 +261,7 @@ def run(setting: Setting) -> dict[str, Any]:
     else:
         in_memory(warm)(warm.batch(0))
     gc.collect()
-    limited = setting.arm not in ("memory",)
+    limited = setting.arm != "memory"
     keeper: Any = confined(int(_ROOM * setting.memory_bytes)) if limited else contextlib.nullcontext(False)
     found: dict[str, Any] = {"losses": [], "steps_s": []}
     began_s = time.perf_counter()

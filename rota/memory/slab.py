@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -20,17 +21,27 @@ _HUGE = 2 * 2**20
 
 
 class Budget:
-    """Admits bytes as long as there is room. Every byte of a slab is counted until its memory is really gone."""
+    """Admits bytes as long as there is room. Every byte of a slab is counted until nobody uses its memory any more.
+
+    Memory that nobody uses is kept for the next slab of its size as long as nothing else needs the room: the system
+    would have to make it zero once more before it is read into.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._lock = threading.Lock()
+        self._spare: dict[int, list[mmap.mmap]] = {}
+        self._spare_bytes = 0
+        self._lock = threading.RLock()  # memory may be put back by whatever frees it, also in the midst of this
 
     def take(self, size_bytes: int, what: str) -> None:
         """FitError if there is no room; then nothing is taken."""
         with self._lock:
+            while self._spare_bytes and self.used_bytes + self._spare_bytes + size_bytes > self.budget_bytes:
+                largest = max(size for size, maps in self._spare.items() if maps)
+                self._spare[largest].pop()
+                self._spare_bytes -= largest
             if self.used_bytes + size_bytes > self.budget_bytes:
                 raise FitError(
                     f"{what} needs {size_bytes:,} bytes, and {self.used_bytes:,} of {self.budget_bytes:,} are in use: "
@@ -43,6 +54,28 @@ class Budget:
         """They are free again."""
         with self._lock:
             self.used_bytes -= size_bytes
+
+    def map(self, size_bytes: int, what: str) -> mmap.mmap:
+        """Memory of this size, which is taken; FitError if there is no room."""
+        with self._lock:
+            spare = self._spare.get(size_bytes)
+            found = spare.pop() if spare else None
+            if found is not None:
+                self._spare_bytes -= size_bytes
+            self.take(size_bytes, what)
+        if found is not None:
+            return found
+        made = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # one fault for 2 MiB instead of 512
+            made.madvise(mmap.MADV_HUGEPAGE)
+        return made
+
+    def put_back(self, memory: mmap.mmap, size_bytes: int) -> None:
+        """Nobody uses it any more."""
+        with self._lock:
+            self.used_bytes -= size_bytes
+            self._spare.setdefault(size_bytes, []).append(memory)
+            self._spare_bytes += size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +114,16 @@ class Slab:
     def __init__(self, size_bytes: int, *, budget: Budget, what: str) -> None:
         assert size_bytes > 0
         assert size_bytes % ALIGNMENT == 0
-        budget.take(size_bytes, what)
         self.size_bytes = size_bytes
-        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        weakref.finalize(self._map, budget.give, size_bytes)
-        if size_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # one fault for 2 MiB instead of 512
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        memory = budget.map(size_bytes, what)
+        # All tensors and views are of this object, so that its end is the end of their use.
+        self._used: Any = (ctypes.c_char * size_bytes).from_buffer(memory)
+        weakref.finalize(self._used, budget.put_back, memory, size_bytes)
 
     @property
     def bytes(self) -> memoryview:
         """To be read into, or written from."""
-        return memoryview(self._map)
+        return memoryview(self._used).cast("B")
 
     def tensors(self, shelf: Shelf) -> list[torch.Tensor]:
         """Views of it; each keeps all of its memory."""
@@ -104,7 +136,7 @@ class Slab:
             count *= size
         if count == 0:
             return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
-        flat: Any = torch.frombuffer(self._map, dtype=shape.dtype, count=count, offset=shape.offset_bytes)
+        flat: Any = torch.frombuffer(self._used, dtype=shape.dtype, count=count, offset=shape.offset_bytes)
         return torch.as_strided(flat, shape.size, shape.stride)
 
 

@@ -15,7 +15,8 @@ from rota.runtime.executor import Parts, check_gradient
 from rota.runtime.planned import needs_of
 
 _MARGIN = 0.03
-_LEAST_MARGIN_BYTES = 8 * 2**20
+_LEAST_MARGIN_BYTES = 24 * 2**20
+"""The code of shards is made in the first step, and takes some megabytes by itself."""
 
 
 def check_spillable(parts: Parts, graph: Graph) -> None:
