@@ -22,7 +22,8 @@
     ├── MessageError             a message between processes cannot be understood
     ├── PeerError                another process that trains the same task is gone
     └── TaskError                a task cannot go on; carries what the user should read
-        └── DivergedError        its loss became NaN or infinite
+        ├── DivergedError        its loss became NaN or infinite
+        └── WayError             the way in which it runs has failed; another may do
 
 The message of each is one sentence for the user: what is wrong, where, and what to do.
 """
@@ -116,6 +117,10 @@ class TaskError(RotaError):
     def __init__(self, message: str, *, traceback: str = "") -> None:
         super().__init__(message)
         self.traceback = traceback
+
+
+class WayError(TaskError):
+    """The way in which a task runs has failed, and not the task: another way may do."""
 
 
 class DivergedError(TaskError):

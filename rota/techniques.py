@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rota.errors import InputError
+from rota.errors import InputError, RotaError, WayError
 from rota.task import Task, is_safe_name
 
 if TYPE_CHECKING:
@@ -61,7 +61,15 @@ class Ready:
 
     def execute(self, parts: Parts, batch: Any, *, gang: Gang, notice: Callable[[str], None]) -> Executor:
         """What runs the batches."""
-        return self.technique.execute(parts, gang, dict(self.knobs))
+        try:
+            made = self.technique.execute(parts, gang, dict(self.knobs))
+        except RotaError:
+            raise
+        except Exception as error:  # it is not ours
+            raise WayError(f"the technique {self} raised {type(error).__name__}: {error}") from error
+        if made is None or not callable(getattr(made, "backward", None)):
+            raise WayError(f"the technique {self} returned {type(made).__name__}, which cannot run batches")
+        return made
 
     def __str__(self) -> str:
         """As labels have it."""
@@ -116,11 +124,15 @@ def ready(label: str) -> Ready | None:
     technique = _KNOWN.get(name)
     if technique is None:
         return None
+    return Ready(technique=technique, knobs=_knobs_of(label))
+
+
+def _knobs_of(label: str) -> dict[str, Any]:
+    """The knobs of a call that `label_of` wrote."""
     call = ast.parse(label, mode="eval").body
-    knobs = (
-        {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg} if isinstance(call, ast.Call) else {}
-    )
-    return Ready(technique=technique, knobs=knobs)
+    if not isinstance(call, ast.Call):
+        return {}
+    return {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg}
 
 
 def travelling(label: str) -> Any:
@@ -149,8 +161,16 @@ def checked(found: Any, name: str) -> Found | None:
         raise InputError(f"the knobs of {name} are no plain values: {error}") from error
     if plain != dict(found.knobs) or not all(isinstance(key, str) and key.isidentifier() for key in plain):
         raise InputError(f"the knobs of {name} are no plain values by name")
-    if not (isinstance(found.step_s, int | float) and math.isfinite(found.step_s) and found.step_s > 0):
+    try:
+        again = _knobs_of(label_of(name, plain))
+    except (SyntaxError, ValueError):
+        again = None
+    if again != plain:  # such as infinity, or the name of a keyword
+        raise InputError(f"the knobs of {name} cannot be written as a call: {plain!r}")
+    if isinstance(found.step_s, bool) or not (
+        isinstance(found.step_s, int | float) and math.isfinite(found.step_s) and found.step_s > 0
+    ):
         raise InputError(f"{name} says that a step takes {found.step_s!r} s, which cannot be")
-    if not isinstance(found.memory_bytes, int) or found.memory_bytes < 0:
+    if not isinstance(found.memory_bytes, int) or isinstance(found.memory_bytes, bool) or found.memory_bytes < 0:
         raise InputError(f"{name} says that it needs {found.memory_bytes!r} bytes, which cannot be")
     return found

@@ -56,6 +56,8 @@ def plan(
 
     if html is not None and not html.absolute().parent.is_dir():
         raise InputError(f"there is no folder {html.parent} to write the page to; create it first")
+    if html is not None and html.exists() and not html.is_file():
+        raise InputError(f"{html} is not a file that the page can be written to; give the name of one")
     cluster = local(devices=devices, memory=memory, kind=kind)
     sweep = preflight.resolve(load_source(file).sweep, strategy=strategy)
     widths = preflight.widths(sweep, cluster)

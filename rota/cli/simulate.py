@@ -10,7 +10,7 @@ import click
 
 from rota.cli.options import json_option, objective_option, print_json, saying, terminal_width
 from rota.cli.sweep_file import load_source
-from rota.cluster.file import Site, load_cluster, parse_what_if
+from rota.cluster.file import Site, WhatIf, load_cluster, parse_what_if
 from rota.errors import InputError
 from rota.execute.preflight import resolve
 from rota.report.forecast import Case, Listed, best_of_each, forecast_json, forecast_lines
@@ -42,6 +42,8 @@ def simulate(
     """
     site = load_cluster(cluster)
     asked = [parse_what_if(text, site) for text in what_ifs]
+    if objective == "cost":
+        _check_prices(site, asked)
     sweep = resolve(load_source(file).sweep, strategy=None)
     # Only from here on is torch needed; the other commands stay quick.
     from rota.profile.predict import Predictor
@@ -60,6 +62,22 @@ def simulate(
         print_json(forecast_json(listed, base, cases))
     else:
         click.echo("\n".join(forecast_lines(listed, base, cases, width=terminal_width())))
+
+
+def _check_prices(site: Site, asked: list[WhatIf]) -> None:
+    """InputError for devices that would seem to cost nothing."""
+    for node in site.nodes:
+        if not node.price_per_hour:
+            raise InputError(
+                f"the objective cost needs prices, and the node {node.name} has none; add price = ... (of a device for "
+                "an hour) to it"
+            )
+    for one in asked:
+        if any(not node.price_per_hour for node in one.nodes):
+            raise InputError(
+                f"--what-if {one.text}: the cluster file has no node with a price for {one.nodes[0].kind}, and the "
+                "objective is cost; add such a node, or leave this out"
+            )
 
 
 # ---- predict and solve ----

@@ -24,6 +24,8 @@ from rota.task import Task
 _SHARE, _MOST_S = 0.01, 10.0
 """Of what the tasks take: so long may the first schedule be searched for."""
 _POLL_S = 0.05
+_TRIALS = 3
+"""How often a schedule is made anew because a way that it rests on was timed and is slower than predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,22 +121,42 @@ def forecast(
     )
     total = len(cluster.devices)
     profile = profiler.run(list(sweep), lambda task: counts_of(task, widths[task.name], total))
-    left = [
-        Left(
-            task=task.name,
-            steps=float(max(1, profile.steps[task.name] - (done or {}).get(task.name, 0))),
-            estimates=profile.estimates[task.name],
-        )
-        for task in sweep
-        if task.name in profile.estimates
-    ]
-    for name, why in profile.unfit.items():
-        raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
-    problem = problem_of(left, nodes, objective=objective, deadlines=deadlines)
-    _check_fits(problem, nodes, profile.estimates)
-    begun_s = time.monotonic()
-    solved = None if not left or interrupted() else _solved(problem, seconds, progress, interrupted)
-    return Forecast(profile=profile, nodes=nodes, problem=problem, solved=solved, solving_s=time.monotonic() - begun_s)
+    solving_s = 0.0
+    for attempt in range(_TRIALS + 1):
+        left = [
+            Left(
+                task=task.name,
+                steps=float(max(1, profile.steps[task.name] - (done or {}).get(task.name, 0))),
+                estimates=profile.estimates[task.name],
+            )
+            for task in sweep
+            if task.name in profile.estimates
+        ]
+        for name, why in profile.unfit.items():
+            raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
+        problem = problem_of(left, nodes, objective=objective, deadlines=deadlines)
+        _check_fits(problem, nodes, profile.estimates)
+        begun_s = time.monotonic()
+        solved = None if not left or interrupted() else _solved(problem, seconds, progress, interrupted)
+        solving_s += time.monotonic() - begun_s
+        again = None
+        if solved is not None and attempt < _TRIALS:  # what it rests on is to be measured, not predicted
+            again = profiler.try_chosen(_chosen_beside_measured(problem, solved, profile))
+        if again is None:
+            break
+        profile = again
+    return Forecast(profile=profile, nodes=nodes, problem=problem, solved=solved, solving_s=solving_s)
+
+
+def _chosen_beside_measured(problem: Problem, solved: Solved, profile: Profile) -> set[tuple[str, str, int]]:
+    """The ways that a schedule chose, of tasks that have a way that was measured: its gain is to be real."""
+    found = set()
+    for place in solved.schedule.placements:
+        option = problem.options[place.option]
+        for task in option.tasks:
+            if any(one.measured for one in profile.estimates[task]):
+                found.add((task, option.label, option.devices))
+    return found
 
 
 def _check_fits(problem: Problem, nodes: Sequence[Node], estimates: Mapping[str, tuple[Estimate, ...]]) -> None:

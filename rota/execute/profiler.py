@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,16 +151,47 @@ class Profiler:
         self._busy: dict[str, tuple[int, tuple[str, ...]]] = {}
         """device -> (what it was asked, and with which others)"""
         self._tried = 0
+        self._classes: list[_Class] = []
+        self._spent_s = 0.0
 
     def run(self, tasks: Sequence[Task], counts: Callable[[Task], tuple[int, ...]]) -> Profile:
         """Look at each kind of task, and then try what matters on several devices."""
         begun_s = self._backend.now_s()
-        classes = _grouped(tasks, counts)
+        classes = self._classes = _grouped(tasks, counts)
         self._look_at(classes, search=False)
         again = self._worth_searching(classes)
         if again:
             self._look_at(again, search=True)
         self._try_out([one for one in classes if not one.known], classes)
+        self._spent_s += self._backend.now_s() - begun_s
+        return self._profile()
+
+    def try_chosen(self, chosen: Collection[tuple[str, str, int]]) -> Profile | None:
+        """Time the ways (task, label, devices) that a schedule rests on and nobody has timed; None without any."""
+        begun_s = self._backend.now_s()
+        trials = {
+            Trial(alike=one.name, estimate=estimate)
+            for one in self._classes
+            for task in one.tasks
+            for estimate in one.estimates
+            if not estimate.measured and (task.name, estimate.label, estimate.devices) in chosen
+        }
+        by_name = {one.name: one for one in self._classes}
+        for trial in sorted(trials, key=lambda trial: (trial.alike, trial.estimate.label, trial.estimate.devices)):
+            if self._interrupted() or trial.estimate.devices > len(self._free):
+                return None
+            number = self._start(by_name[trial.alike], trial)
+            answers: list[Any] = []
+            while not answers and not self._interrupted():
+                answers = [sign for its, sign in self._hear() if its == number]
+            for sign in answers[:1]:
+                _take_trial(by_name[trial.alike], trial, sign)
+        self._spent_s += self._backend.now_s() - begun_s
+        return self._profile() if trials else None
+
+    def _profile(self) -> Profile:
+        """What is known now; it is kept for later runs, too."""
+        classes = self._classes
         self._store.add(
             {
                 one.signature: Known(counts=one.looked, estimates=one.estimates)
@@ -175,7 +206,7 @@ class Profiler:
             failures={task.name: one.failure for one in classes for task in one.tasks if one.failure},
             unfit={task.name: one.unfit for one in classes for task in one.tasks if one.unfit},
             notices=tuple((one.name, text) for one in classes for text in one.notices),
-            spent_s=self._backend.now_s() - begun_s,
+            spent_s=self._spent_s,
             looked=sum(not one.known for one in classes),
             tried=self._tried,
         )

@@ -86,7 +86,9 @@ class Scheduled:
         self._used: dict[tuple[str, str, int], float] = {}
         """(class, label, devices) -> the step that the present plan assumes"""
         self._wrong: dict[tuple[str, str, int], float] = {}
-        """the same -> by how much its estimate was wrong when it was first seen"""
+        """the same -> by how much what was measured of it before the run was wrong"""
+        self._first: dict[tuple[str, str, int], float] = {}
+        """the same -> what was measured of it before the run"""
         self._recent: dict[tuple[str, str, int], collections.deque[float]] = {}
         """the same -> what a step took lately"""
         self._told: dict[str, tuple[int, int]] = {}
@@ -158,7 +160,9 @@ class Scheduled:
         key = (kind, label, count)
         live_s = self._recently(key, task)
         believed_s = self._used.setdefault(key, way.step_s)
-        self._wrong.setdefault(key, abs(math.log(live_s / believed_s)))
+        if way.measured or key in self._wrong:  # of predictions it is known that they may be wrong
+            first_s = self._first.setdefault(key, way.step_s)
+            self._wrong[key] = abs(math.log(live_s / first_s))
         if abs(live_s / believed_s - 1) <= _MOVED:
             return
         self._used[key] = live_s

@@ -102,7 +102,7 @@ def _arrangements(
     everything = range(len(graph.ops))
     if spill.activations != "auto":
         again = everything if spill.activations == "recompute" else ()
-        yield of(again, move=spill.activations == "spill")
+        yield of(again, move=spill.activations != "keep")
         return
     kept = of((), move=True)
     yield kept

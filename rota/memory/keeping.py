@@ -52,7 +52,7 @@ class StoreWriter:
         """A commit is over when `submit` is."""
         return False
 
-    def submit(self, tree: Any, *, step: int) -> None:
+    def submit(self, tree: Any, *, step: int, fresh: bool = False) -> None:
         """Make the state durable: what is in memory is written, and what is on disk stays."""
         begun_s = time.perf_counter()
         error = None

@@ -64,9 +64,10 @@ class Pooled:
         """What each unit takes: as predicted, and then as measured."""
 
     def _cut_to_fit(self, graph: Graph, training: Training, room_bytes: int) -> None:
-        shards = _FEWEST
+        """With few shards, or more; what they keep for their backward passes is made again only where it must be."""
+        shards, again = _FEWEST, False
         while True:
-            cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops))))
+            cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops)) if again else ()))
             self._program = cut.program(graph)
             self._groups = groups_of(self._program)
             known = segment_costs(self._program, Costs())
@@ -85,6 +86,9 @@ class Pooled:
             largest = max(self.units, key=lambda unit: unit.size_bytes)
             if largest.size_bytes <= room_bytes:
                 return
+            if shards >= _MOST and not again:
+                shards, again = _FEWEST, True
+                continue
             if shards >= _MOST:
                 name = self._step.stages[largest.stages[0]].name
                 raise FitError(

@@ -26,7 +26,6 @@ from rota.plan.cache import shape_of
 from rota.plan.costs import Costs
 from rota.plan.program import NodeKind, Segment
 from rota.runtime.executor import Parts, Weights, loss_of, numbers_of, placed
-from rota.runtime.limits import anonymous_bytes
 from rota.state.writer import Written
 from rota.store.run_folder import STORE_FOLDER
 from rota.strategies.spill import Spill
@@ -98,9 +97,8 @@ class Spilling:
         return capture(self._model, batch, lambda model, one: loss_of(self._parts.task, model, one, kind))
 
     def _budget_bytes(self) -> int:
-        """What the device has, without what the process took since: for the graph of the model, and the user's data."""
-        taken = anonymous_bytes() - self._room.before_bytes - self._room.building.here_bytes
-        return max(0, self._room.memory_bytes - max(0, taken) - margin_bytes(self._room.memory_bytes))
+        """What the device has, without what the process took since."""
+        return max(0, self._room.memory_bytes - self._room.taken_bytes() - margin_bytes(self._room.memory_bytes))
 
     def _too_small(self, error: FitError, budget_bytes: int) -> str:
         if error.needed_bytes is None:

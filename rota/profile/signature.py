@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rota.fingerprint import code_parts
@@ -12,8 +13,11 @@ if TYPE_CHECKING:
     from rota.runtime.training import Training
 
 
-def signature_of(training: Training, batch: Any) -> str:
-    """A digest of what a step computes: modules with their plain attributes and code, parameters, batch, optimizer."""
+def signature_of(training: Training, batch: Any, *, besides: tuple[Mapping[str, Any], Sequence[Any]] = ({}, ())) -> str:
+    """A digest of what a step computes: modules with their plain attributes and code, parameters, batch, optimizer.
+
+    `besides` are the user's own strategies and techniques, which take part in the choice.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -39,4 +43,12 @@ def signature_of(training: Training, batch: Any) -> str:
     for group in training.optimizer.param_groups:
         flags = {key: value for key, value in group.items() if isinstance(value, bool)}
         told.append([flags, len(group["params"])])
+    strategies, techniques = besides
+    for name, strategy in sorted(strategies.items()):
+        told.append([name, list(code_parts(getattr(strategy, "func", strategy), seen=set()))])
+    for technique in techniques:
+        kind = type(technique)
+        plain = {key: value for key, value in vars(technique).items() if isinstance(value, bool | int | float | str)}
+        told.append([technique.name, kind.__qualname__, plain])
+        told.append([list(code_parts(getattr(kind, name), seen=set())) for name in ("search", "execute")])
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]

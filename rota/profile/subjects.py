@@ -13,15 +13,12 @@ from rota.errors import InputError, RotaError
 from rota.profile.likeness import making_key
 from rota.profile.predict import Subject, digest_of
 from rota.runtime.first_step import first_step
-from rota.runtime.planned import needs_of
+from rota.runtime.planned import moments_of, needs_of
 from rota.runtime.training import Training
 from rota.runtime.user_code import calling
 from rota.strategies.base import describe
 from rota.sweep import Sweep
 from rota.task import Task
-
-_MOMENTS = {"Adagrad": 1.0, "Adadelta": 2.0, "Rprop": 2.0, "ASGD": 1.0, "Adafactor": 0.1, "Muon": 1.0}
-"""Of optimizers whose settings do not matter; those that are not known count as Adam."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +44,6 @@ def profiled(sweep: Sweep, *, notice: Callable[[str], None] = lambda sentence: N
             subject = known.setdefault(one.subject, one.subject)
             found[one.task.name] = Profiled(task=one.task, subject=subject, steps=one.steps)
     return [found[task.name] for task in sweep]
-
-
-def moments_of(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of state that an optimizer keeps for each byte of a parameter."""
-    name = type(optimizer).__name__
-    settings = optimizer.defaults
-    if name == "SGD":
-        return 1.0 if settings.get("momentum") else 0.0
-    if name == "RMSprop":
-        return 1.0 + bool(settings.get("momentum")) + bool(settings.get("centered"))
-    return _MOMENTS.get(name, 2.0 + bool(settings.get("amsgrad")))
 
 
 def _of_group(tasks: list[Task]) -> list[Profiled]:

@@ -71,12 +71,20 @@ def outcome_facts(case: Case) -> list[tuple[str, str]]:
     if problem.objective != "makespan":
         facts.append((problem.objective, _amount(problem, solved.value.objective)))
     if solved.value.late_s > 0:
-        facts.append(("late", f"{duration(solved.value.late_s)} in all behind the deadlines"))
+        late = ", ".join(f"{task} by {duration(late_s)}" for task, late_s in _late(case).items())
+        facts.append(("late", f"{duration(solved.value.late_s)} in all behind the deadlines: {late}"))
     bound = _amount(problem, solved.bound)
     facts.append(("bound", f"{bound}; the schedule is within {max(0.0, solved.gap):.1%} of the best there can be"))
     simple = ", ".join(f"{name} {_amount(problem, value)}" for name, value in _simple(case).items())
     facts.append(("otherwise", simple))
     return facts + list(case.notes)
+
+
+def _late(case: Case) -> dict[str, float]:
+    """task -> by how much it misses its deadline, the worst first"""
+    ends = ends_of(case.problem, case.solved.schedule)
+    found = {task: ends[task] - by_s for task, by_s in case.problem.deadlines.items() if ends.get(task, 0.0) > by_s}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def best_of_each(found: Iterable[Estimate]) -> list[Estimate]:
@@ -99,7 +107,14 @@ def options_table(tasks: Sequence[Listed], case: Case) -> Table:
     for members in groups.values():
         names = [one.name for one in members]
         first = _names(names)
-        for way in best_of_each(case.estimates[names[0]]):
+        ways = best_of_each(case.estimates[names[0]])
+        taken = {chosen[name] for name in names}
+        ways += [
+            way
+            for way in case.estimates[names[0]]
+            if way not in ways and (way.label, way.kind, way.devices, way.spans) in taken
+        ]
+        for way in ways:
             by = [name for name in names if chosen[name] == (way.label, way.kind, way.devices, way.spans)]
             rows.append(
                 (
@@ -153,6 +168,8 @@ def forecast_json(tasks: Sequence[Listed], base: Case, cases: Sequence[tuple[Wha
             for one in base.problem.nodes
         ],
         "objective": base.problem.objective,
+        "late_s": base.solved.value.late_s,
+        "late": _late(base),
         "tasks": [
             {
                 "name": one.name,

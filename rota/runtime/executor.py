@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rota.memory.building import Building
 
 from rota.errors import DivergedError, TaskError
+from rota.runtime.limits import anonymous_bytes
 from rota.state.writer import Saver, Written
 from rota.task import Task
 
@@ -29,6 +30,8 @@ class Weights:
     gradients: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Any]
     """What `optimizer.state_dict()` gives."""
+    fresh: bool = False
+    """Its large tensors were made for it, so that they need not be copied before training goes on."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,10 @@ class Room:
     """For what leaves memory."""
     building: Building
     """Makes its model."""
+
+    def taken_bytes(self) -> int:
+        """What the process took since, beside parameters: for the graph of the model, and the user's data."""
+        return max(0, anonymous_bytes() - self.before_bytes - self.building.here_bytes)
 
 
 class Executor(Protocol):

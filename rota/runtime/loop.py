@@ -229,7 +229,9 @@ class Loop:
         state = training.state_dict()
         if state is not None:
             self._metrics.confirm(self._outside.confirmed_number())
-            self._writer.submit({"training": state, "metrics": self._metrics.state_dict()}, step=training.step)
+            self._writer.submit(
+                {"training": state, "metrics": self._metrics.state_dict()}, step=training.step, fresh=training.fresh
+            )
         self._saved_at_step = training.step
         self._saved_at_s = time.perf_counter()
         return state

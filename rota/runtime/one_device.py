@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from rota.errors import CaptureError, TaskError
 from rota.runtime.executor import Eager, Executor, Parts, Room
 from rota.runtime.limits import anonymous_bytes
 from rota.task import Task
+
+if TYPE_CHECKING:
+    from rota.graph.graph import Graph
 
 _BUILDING_FOLDER = ".building"
 TIGHT = 0.5
@@ -41,7 +44,7 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
     if room is None or (not room.building.away and state_bytes(parts.model) <= TIGHT * room.memory_bytes):
         return Eager(parts)
     # All that can look at a model takes a second to load, which tasks that fit need not wait for.
-    from rota.runtime.choose import graph_of, needed_bytes
+    from rota.runtime.choose import graph_of
 
     try:
         graph = graph_of(parts, batch)
@@ -51,12 +54,23 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
                 f"the model does not fit into the memory of its device, and spill cannot run it: {error}"
             ) from error
         return Eager(parts)
-    if not room.building.away and needed_bytes(graph) <= room.memory_bytes:
+    if not room.building.away and alone_bytes(graph, parts) <= room.memory_bytes - room.taken_bytes():
         return Eager(parts)
     from rota.memory.spilling import Spilling
     from rota.strategies.spill import spill
 
     return Spilling(parts, batch, spill=spill(), graph=graph, notice=notice)
+
+
+def alone_bytes(graph: Graph, parts: Parts) -> int:
+    """What a task needs on one device: a step with its moments, what the optimizer works with, and some for others."""
+    from rota.memory.optimizers import update_work
+    from rota.memory.spillable import margin_bytes
+    from rota.runtime.choose import needed_bytes
+
+    sizes = tuple(parameter.numel() * parameter.element_size() for parameter in parts.model.parameters())
+    needed = needed_bytes(graph) + update_work(parts.optimizer).work_bytes(sizes)
+    return needed + margin_bytes(needed)
 
 
 def spills(strategy: Any) -> bool:

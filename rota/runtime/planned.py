@@ -28,6 +28,8 @@ ELEMENTWISE = frozenset(
 """PyTorch's optimizers that treat every element of a parameter alike."""
 _MOST_ENGINES = 32
 """Of as many shapes of batches; the others are made again when they come back."""
+_MOMENTS = {"Adagrad": 1.0, "Adadelta": 2.0, "Rprop": 2.0, "ASGD": 1.0, "Adafactor": 0.1, "Muon": 1.0}
+"""Of optimizers whose settings do not matter; those that are not known count as Adam."""
 WHOLE_PARAMETERS = frozenset({"Adafactor", "Muon"})
 """Those that look at one parameter at a time."""
 
@@ -176,6 +178,7 @@ class Planned:
             },
             gradients=gradients,
             optimizer=optimizer,
+            fresh=True,
         )
 
     def _known(self, name: str, everything: dict[str, Any]) -> str:
@@ -218,6 +221,17 @@ def needs_of(optimizer: torch.optim.Optimizer) -> Needs:
     if kind.__name__ in ELEMENTWISE:
         return "elements"
     return "parameters" if kind.__name__ in WHOLE_PARAMETERS else "everything"
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of state that an optimizer keeps for each byte of a parameter."""
+    name = type(optimizer).__name__
+    settings = optimizer.defaults
+    if name == "SGD":
+        return 1.0 if settings.get("momentum") else 0.0
+    if name == "RMSprop":
+        return 1.0 + bool(settings.get("momentum")) + bool(settings.get("centered"))
+    return _MOMENTS.get(name, 2.0 + bool(settings.get("amsgrad")))
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, program: Program, strategy: str) -> None:

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rota.errors import TaskError
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
 from rota.profile.store import Known
 from rota.runtime.executor import KeepsItself
 from rota.runtime.gang import Gang
+from rota.runtime.limits import lifted
 from rota.runtime.one_device import TIGHT, choose_alone, room_of, state_bytes
+from rota.runtime.one_device import alone_bytes as needed_alone
 from rota.runtime.training import Training, Watch
-from rota.runtime.user_code import calling
+from rota.runtime.user_code import calling, is_out_of_memory
 from rota.state import files
 from rota.store.run_folder import STORE_FOLDER
 from rota.task import Task
@@ -123,9 +126,12 @@ def look(
     training = Training(task, device=device, watch=watch, room=room)
     with calling("reading the training data"):
         batch, _ = training.cursor.next()
+    lifting = contextlib.ExitStack()
     if room is not None:
         room.building.finish(training.model)
-    signature = signature_of(training, batch)
+        if room.building.away:  # what it takes to look at it is not what it takes to train it
+            lifting.enter_context(lifted())
+    signature = signature_of(training, batch, besides=(strategies or {}, techniques))
     notices: list[str] = []
     before = known().get(signature)
     found: tuple[Estimate, ...] = ()
@@ -146,7 +152,8 @@ def look(
         )
         found, searched = _estimates(training, batch, wishes, begun_s, notices.append, watch)
         looked = tuple(counts) if searched else (1,)
-        found += tuple(_of_techniques(task, techniques, wishes, device.type, notices.append))
+        found += tuple(_of_techniques(task, techniques, wishes, device.type, notices.append, watch))
+    lifting.close()
     if room is not None:
         room.building.close()
     return Sight(
@@ -174,18 +181,26 @@ class Wishes:
     """The user's own, by name."""
 
 
+def _captured(training: Training, batch: Any, notice: Notice) -> Graph | None:
+    from rota.runtime import candidates
+
+    return candidates.captured(training, batch, notice)
+
+
 def _of_techniques(
-    task: Task, techniques: Sequence[Technique], wishes: Wishes, kind: str, notice: Notice
+    task: Task, techniques: Sequence[Technique], wishes: Wishes, kind: str, notice: Notice, watch: Watch
 ) -> Iterator[Estimate]:
     """What techniques say of a task; one that raises or says what cannot be is left out."""
     if task.strategy != "auto":
         return
     for technique in techniques:
         for count in wishes.counts:
+            watch(f"the search of the technique {technique.name}")  # a hang has its name
             try:
                 found = checked(technique.search(task, count), technique.name)
-            except Exception as error:  # it is not ours
-                notice(f"the technique {technique.name} is left out on {count} devices: {error}")
+            except (Exception, SystemExit) as error:  # it is not ours
+                reason = str(error) or type(error).__name__
+                notice(f"the technique {technique.name} is left out on {count} devices: {reason}")
                 continue
             if found is None:
                 continue
@@ -217,15 +232,24 @@ def _estimates(
     away = training.parts.room is not None and training.parts.room.building.away
     if state_bytes(training.model) > TIGHT * memory_bytes:
         from rota.runtime import candidates
-        from rota.runtime.choose import needed_bytes
 
         graph = candidates.captured(training, batch, notice)
         if graph is not None:
-            alone_bytes = needed_bytes(graph)
+            alone_bytes = needed_alone(graph, training.parts)
     if wishes.alone is not None:
         steps = Steps(step_s=wishes.alone.step_s, spread=wishes.alone.spread, start_s=wishes.alone.start_s)
     elif alone_bytes <= memory_bytes and not away:
-        steps = timed(training, begun_s=begun_s, watch=watch)
+        try:
+            steps = timed(training, begun_s=begun_s, watch=watch)
+        except TaskError as error:
+            if not is_out_of_memory(error.__cause__ or error):
+                raise
+            # It was thought to fit. The ways that need less are looked at.
+            notice(f"single: {error}")
+            alone_bytes = memory_bytes + 1
+            training.optimizer.zero_grad()
+            training.optimizer.state.clear()
+            graph = _captured(training, batch, notice)
     watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
@@ -233,11 +257,10 @@ def _estimates(
     if several and searched:
         # Loading all that searches takes a second, which short tasks need not wait for.
         from rota.runtime import candidates
-        from rota.runtime.choose import needed_bytes
 
         graph = graph or candidates.captured(training, batch, notice)
         if graph is not None:
-            alone_bytes = alone_bytes or needed_bytes(graph)
+            alone_bytes = alone_bytes or needed_alone(graph, training.parts)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
             found += candidates.predicted(
                 graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
@@ -278,7 +301,8 @@ def try_out(
         room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes)
         training = Training(task, device=device, choose=choice, watch=watch, room=room)
         try:
-            return timed(training, begun_s=begun_s, watch=watch)
+            with lifted() if room is not None and room.building.away else contextlib.nullcontext():
+                return timed(training, begun_s=begun_s, watch=watch)
         finally:
             if made and isinstance(made[0], KeepsItself):
                 made[0].close()

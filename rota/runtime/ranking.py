@@ -10,10 +10,11 @@ import torch
 
 from rota.calibrate.calibrate import calibrate
 from rota.calibrate.known import Links
-from rota.errors import RotaError
+from rota.cluster.device import format_bytes
+from rota.errors import FitError, RotaError
 from rota.graph.graph import Graph
 from rota.plan.costs import Costs
-from rota.runtime.planned import needs_of
+from rota.runtime.planned import moments_of, needs_of
 from rota.search.search import Candidate, Search, search
 from rota.strategies.base import Strategy, find
 from rota.strategies.single import single
@@ -54,6 +55,14 @@ def rank(
     rough: dict[int, Search] = {}
     refused: dict[int, RotaError] = {}
     for place, count in enumerate(counts):
+        saving = _saving_bytes(graph, optimizer, count)
+        if saving > memory_bytes:
+            refused[count] = FitError(
+                f"checkpoints are put together on one device, which takes {format_bytes(saving)}, and it has "
+                f"{format_bytes(memory_bytes)}",
+                needed_bytes=saving,
+            )
+            continue
         left_s = max(_LEAST_S, (until_s - time.perf_counter()) / (len(counts) - place))
         try:
             rough[count] = _searched(graph, optimizer, count, memory_bytes=memory_bytes, budget_s=left_s)
@@ -83,6 +92,14 @@ def rank(
         costs=costs,
         alone_s=alone.simulate(costs=costs).makespan_s,
     )
+
+
+def _saving_bytes(graph: Graph, optimizer: torch.optim.Optimizer, count: int) -> int:
+    """What the device that saves needs for it: the whole state, beside its own part."""
+    if count == 1:
+        return 0
+    weights = sum(tensor.size_bytes for tensor in graph.parameters)
+    return round((1 + moments_of(optimizer)) * weights * (1 + 1 / count))
 
 
 def _is_busy(one: Candidate, count: int) -> bool:

@@ -79,6 +79,8 @@ class Training:
         """Whether a validation is due before the next step."""
         self.best: dict[str, float] | None = None
         """The lowest validation loss so far, and its step."""
+        self.fresh = False
+        """Whether nobody changes the large tensors of the last `state_dict`."""
         self.last: dict[str, float] = {}
         """The latest value of each metric."""
 
@@ -185,6 +187,7 @@ class Training:
         weights = self._executor.weights(between_steps=self.batches == 0)
         if weights is None:
             return None
+        self.fresh = weights.fresh
         return {
             "model": weights.model,
             "buffers": weights.buffers,

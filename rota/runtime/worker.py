@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rota.errors import DivergedError, MessageError, PeerError, TaskError
+from rota.errors import DivergedError, MessageError, PeerError, TaskError, WayError
 from rota.runtime import channel
 from rota.runtime.messages import (
     Beat,
@@ -370,7 +370,7 @@ def _failed(command: Train | Look | Try, error: TaskError, loop: Loop | None) ->
         reason=str(error),
         diverged=isinstance(error, DivergedError),
         traceback=error.traceback,
-        way=is_out_of_memory(error.__cause__ or error),
+        way=isinstance(error, WayError) or is_out_of_memory(error.__cause__ or error),
     )
 
 

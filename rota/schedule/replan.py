@@ -174,7 +174,8 @@ def corrected(estimates: Sequence[Estimate], *, label: str, devices: int, live_s
     """Estimates after a step of one way was seen to take so long.
 
     What is seen is taken as it is. What it says of the other ways depends on what was known: where a measured step was
-    wrong, the device or the data differ, which concerns all ways alike; a wrong prediction is half that way's own.
+    wrong, the device or the data differ, which concerns all ways alike. A wrong prediction is half that way's own, and
+    says nothing of ways that were measured.
     """
     seen = next((one for one in estimates if one.label == label and one.devices == devices), None)
     if seen is None or live_s <= 0 or seen.step_s <= 0:
@@ -184,6 +185,6 @@ def corrected(estimates: Sequence[Estimate], *, label: str, devices: int, live_s
     return tuple(
         replace(one, step_s=live_s, measured=True, spread=min(one.spread, 0.05))
         if one is seen
-        else replace(one, step_s=one.step_s * others)
+        else (one if one.measured and not seen.measured else replace(one, step_s=one.step_s * others))
         for one in estimates
     )

@@ -15,6 +15,8 @@ from rota.errors import CheckpointError
 from rota.state import checkpoint
 from rota.state.tree import flatten
 
+_SMALL_BYTES = 2**16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -38,8 +40,8 @@ class Saver(Protocol):
         """Whether a checkpoint is being written now."""
         ...
 
-    def submit(self, tree: Any, *, step: int) -> None:
-        """Keep the state as it is now; training may go on when this is over."""
+    def submit(self, tree: Any, *, step: int, fresh: bool = False) -> None:
+        """Keep the state as it is now; training may go on when this is over. What is `fresh` nobody else changes."""
         ...
 
     def wait(self) -> None:
@@ -59,6 +61,7 @@ class CheckpointWriter:
         self._done = done
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._keeps_buffers = True
         self.copy_s = 0.0
         """How long training waited for the last copy."""
         self.last: Written | None = None
@@ -68,12 +71,19 @@ class CheckpointWriter:
         """Whether a checkpoint is being written now."""
         return self._thread is not None and self._thread.is_alive()
 
-    def submit(self, tree: Any, *, step: int) -> None:
-        """Copy the state and write it in the background. Waits for the write before it, if that is still going."""
+    def submit(self, tree: Any, *, step: int, fresh: bool = False) -> None:
+        """Copy the state and write it in the background. Waits for the write before it, if that is still going.
+
+        Of what is `fresh`, only small tensors are copied: counters of steps may still be the optimizer's own.
+        """
         self.wait()
         started_s = time.perf_counter()
         skeleton, tensors = flatten(tree)
-        self._buffers = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        self._buffers = {
+            name: tensor if fresh and tensor.nbytes > _SMALL_BYTES else self._copy(name, tensor)
+            for name, tensor in tensors.items()
+        }
+        self._keeps_buffers = not fresh
         self.copy_s = time.perf_counter() - started_s
         thread = threading.Thread(target=self._write, args=(skeleton, step), name="rota-checkpoint", daemon=True)
         try:
@@ -109,5 +119,7 @@ class CheckpointWriter:
             error = str(failure)
         except Exception as failure:  # a bug here must not end as a checkpoint that is silently missing
             error = f"{type(failure).__name__}: {failure}"
+        if not self._keeps_buffers:
+            self._buffers = {}
         self.last = Written(step=step, write_s=time.perf_counter() - started_s, error=error)
         self._done(self.last)

@@ -116,6 +116,28 @@ def test_cost_counts_what_devices_are_worth(simulate):
     assert found["value"] == pytest.approx(0.5 * hours)
 
 
+@pytest.mark.timeout(30)
+def test_what_has_no_price_is_not_for_nothing(simulate, tmp_path):
+    (tmp_path / "free.toml").write_text(CLUSTER.replace("price = 0.5\n", ""))
+    code, out, err = simulate("--objective", "cost", cluster="free.toml")
+    assert (code, out) == (2, "")
+    assert "the node box has none; add price" in err
+    code, _, err = simulate("--objective", "cost", "--what-if", "+4xA100-40GB")
+    assert code == 2
+    assert "no node with a price for A100-40GB" in err
+
+
+@pytest.mark.timeout(60)
+def test_missed_deadlines_are_told_by_task(simulate, tmp_path):
+    (tmp_path / "sweep.py").write_text(
+        SWEEP.replace("epochs=2000", "deadline_s=1e-3 if lr == 1e-3 else 1e9, epochs=2000")
+    )
+    found = json.loads(simulate("--json")[1])
+    assert found["late"].keys() == {"w32-lr0.001", "w64-lr0.001"}
+    assert found["late_s"] == pytest.approx(sum(found["late"].values()))
+    assert "behind the deadlines: w" in simulate()[1]
+
+
 @pytest.mark.timeout(60)
 def test_a_task_that_fits_nowhere_is_told_what_would_do(simulate, tmp_path):
     text = '[[node]]\nkind = "tiny"\ndevices = 2\n'

@@ -117,6 +117,9 @@ def test_labels_come_back_with_their_knobs(registering):
     [
         (7, "must return a Found or None"),
         (Found(knobs={"a": object()}, step_s=1.0, memory_bytes=1), "no plain values"),
+        (Found(knobs={"a": float("inf")}, step_s=1.0, memory_bytes=1), "cannot be written as a call"),
+        (Found(knobs={"class": 1}, step_s=1.0, memory_bytes=1), "cannot be written as a call"),
+        (Found(knobs={}, step_s=True, memory_bytes=1), "which cannot be"),
         (Found(knobs={}, step_s=float("nan"), memory_bytes=1), "which cannot be"),
         (Found(knobs={}, step_s=-1.0, memory_bytes=1), "which cannot be"),
         (Found(knobs={}, step_s=1.0, memory_bytes=-1), "which cannot be"),

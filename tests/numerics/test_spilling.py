@@ -1,5 +1,8 @@
 """A task whose model comes and goes is trained as the plain loop trains it, through halts, kills and switches."""
 
+import errno
+import json
+import os
 import random
 from dataclasses import replace
 
@@ -14,6 +17,8 @@ from rota.memory.slab import Budget, Slab
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Finished, Halted, Noticed
 from rota.strategies import spill
+from rota.task import Data
+from rota.testing import plain
 from tests.numerics.test_exact import (
     TASKS,
     Killed,
@@ -21,6 +26,7 @@ from tests.numerics.test_exact import (
     Surroundings,
     assert_equals_plain,
     gpt_task,
+    text_rows,
 )
 
 MEMORY = 2**30
@@ -125,9 +131,15 @@ def test_halting_after_every_few_batches_changes_nothing(task, tmp_path, tight):
     seed=st.integers(0, 100),
 )
 def test_being_killed_anywhere_changes_nothing(tmp_path_factory, tight, lives, every, accumulate, seed):
-    tight["room"] = 3
+    tight["room"] = 1.3
     folder = tmp_path_factory.mktemp("task")
-    task = gpt_task(checkpoint_every=every, accumulate=accumulate, steps=7, strategy=spill(shards=4))
+    task = gpt_task(
+        data=lambda: Data(train=text_rows()[:40], valid=text_rows()[:11], batch_size=8, valid_batch_size=4),
+        checkpoint_every=every,
+        accumulate=accumulate,
+        steps=7,
+        strategy=spill(shards=4),
+    )
     dice = random.Random(seed)
     write = spilling.Store.write
     with pytest.MonkeyPatch.context() as patch:
@@ -197,3 +209,53 @@ def test_a_metric_that_is_a_parameter_is_refused(tmp_path):
 
     with pytest.raises(TaskError, match="the metric 'scale' is the parameter"):
         train(gpt_task(strategy=spill(), model=make, loss=loss), tmp_path, Surroundings())
+
+
+# ---- disks ----
+
+
+def halted_task(tmp_path, steps=8):
+    task = gpt_task(strategy=spill(shards=4), steps=steps, valid_every=None, checkpoint_every=2)
+    assert isinstance(train(task, tmp_path, Surroundings(halt_after=4)), Halted)
+    return task
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_a_disk_that_fails_fails_the_task_clearly_and_the_last_commit_stands(tmp_path, tight, monkeypatch, call):
+    tight["room"] = 1.3
+    task = halted_task(tmp_path)
+    original = getattr(os, call)
+    left = 60
+
+    def failing(*args):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC if call == "pwrite" else errno.EIO, "broken")
+        return original(*args)
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(TaskError, match=r"cannot be (written to|read from) .*\(broken\)"):
+        train(task, tmp_path, Surroundings(), attempt=2)
+    monkeypatch.undo()
+    surroundings = Surroundings()
+    assert isinstance(train(replace(task, strategy="single"), tmp_path, surroundings, attempt=3), Finished)
+    first = plain.train(task).history
+    assert [surroundings.rows[step] for step in sorted(surroundings.rows)] == first[-len(surroundings.rows) :]
+
+
+def test_a_shard_that_was_cut_short_is_never_a_wrong_number(tmp_path):
+    task = halted_task(tmp_path)
+    record = json.loads((tmp_path / "shards" / "commit.json").read_text())
+    slot = record["items"]["group1-weights"][0]
+    file = tmp_path / "shards" / f"group1-weights.{slot}"
+    os.truncate(file, file.stat().st_size - 4096)
+    with pytest.raises(TaskError, match=r"has less than the \d+ bytes that were committed"):
+        train(task, tmp_path, Surroundings(), attempt=2)
+
+
+def test_a_commit_record_that_is_damaged_is_told(tmp_path):
+    task = halted_task(tmp_path)
+    (tmp_path / "shards" / "commit.json").write_text("{}")
+    with pytest.raises(TaskError, match=r"commit.json is damaged"):
+        train(task, tmp_path, Surroundings(), attempt=2)

@@ -15,7 +15,8 @@ from rota.errors import FitError
 from rota.graph.capture import capture
 from rota.profile.estimate import PREDICTED_SPREAD
 from rota.profile.predict import Predictor, Subject, counts_across, counts_within, digest_of, predict
-from rota.profile.subjects import moments_of, profiled
+from rota.profile.subjects import profiled
+from rota.runtime.planned import moments_of
 from rota.schedule.problem import Node
 from rota.testing.models import GPT
 

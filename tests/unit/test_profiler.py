@@ -157,3 +157,19 @@ def test_a_task_that_no_way_fits_says_why(tmp_path):
 
     profile, _ = profiled(Workers(look=look), [task_of("big", 1e-3)], tmp_path)
     assert profile.unfit == {"big": "auto on 2 devices: the smallest needs 3 GiB"}
+
+
+def test_what_a_schedule_rests_on_is_tried_before_it_is_believed(tmp_path):
+    workers = Workers()
+    store = EstimateStore(path=tmp_path / "steps.json")
+    profiler = Profiler(backend=workers, devices=DEVICES, nodes=NODES, folder=tmp_path, store=store)
+    tasks = [task_of("a", 1e-3), task_of("b", 1e-3, width=9)]
+    profiler.run(tasks, lambda task: (1, 2))
+    profiler._classes[0].estimates = (way(1, 1.0, True), way(2, 0.4, False))
+    workers.asked.clear()
+    assert profiler.try_chosen({("a", "single", 1), ("b", "data(2)", 4)}) is None
+    profile = profiler.try_chosen({("a", "data(2)", 2)})
+    assert workers.asked == [("try", "a", "data(2)")]
+    assert [(one.devices, one.step_s, one.measured) for one in profile.estimates["a"]][1] == (2, 0.55, True)
+    assert store.read()["s8"].estimates == profile.estimates["a"]
+    assert profiler.try_chosen({("a", "data(2)", 2)}) is None, "it is known now"

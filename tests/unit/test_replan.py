@@ -87,3 +87,11 @@ def test_what_is_seen_is_believed_and_tells_of_the_others():
     assert guessed[0].measured
     assert not guessed[1].measured
     assert corrected(WAYS, label="other", devices=1, live_s=4.0) == WAYS
+
+
+def test_a_wrong_prediction_says_nothing_of_what_was_measured():
+    single, other = WAYS[0], replace(WAYS[1], measured=False)
+    seen = corrected([single, other], label=other.label, devices=other.devices, live_s=10 * other.step_s)
+    assert seen[0] == single
+    assert seen[1].measured
+    assert seen[1].step_s == 10 * other.step_s

@@ -1,0 +1,94 @@
+"""A model that does not fit its device, from the command line: it trains, survives kill -9, and is the plain loop's."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rota
+from rota.testing import plain
+
+SWEEP = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import rota
+
+
+def model():
+    layers = [nn.Linear(32, 1024)]
+    for _ in range(16):
+        layers += [nn.ReLU(), nn.Linear(1024, 1024)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(1024, 8))
+
+
+ROWS = [(torch.rand(32, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 8)) for i in range(64)]
+task = rota.Task(
+    name="wide",
+    model=model,
+    data=lambda: rota.Data(train=ROWS, valid=ROWS[:9], batch_size=8),
+    loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    steps=12,
+    valid_every=5,
+    checkpoint_every=2,
+)
+sweep = rota.Sweep(tasks=[task])
+"""
+
+
+def expected_model():
+    found = {}
+    exec(SWEEP, found)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the worker of one core does
+    try:
+        return plain.train(found["task"])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(240)
+def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, tmp_path):
+    file = sweep_file(text=SWEEP)
+    arguments = ("run", file, "--out", tmp_path / "run", "--devices", "1", "--memory", "200MiB")
+    process = cli.start(*arguments)
+    deadline_s = time.monotonic() + 90
+    record = tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json"
+    while not record.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    for worker in cli.workers(process):
+        os.kill(worker.pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "spill: " in err
+    result = rota.open_run(tmp_path / "run")
+    assert result.task("wide").state == "finished"
+    expected = expected_model()
+    assert [row["train/loss"] for row in result.history("wide")] == [row["train/loss"] for row in expected.history]
+    trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(trained[name], value), name
+    assert not (tmp_path / "run" / "tasks" / "wide" / "checkpoints").exists()
+
+
+@pytest.mark.timeout(120)
+def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
+    file = sweep_file(text=SWEEP)
+    done = cli.run("explain", file, "--strategy", "spill", "--memory", "200MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["peak_bytes"] <= found["budget_bytes"] <= found["memory_bytes"] == 200 * 2**20
+    assert found["limit"] in ("compute", "read", "write")
+    assert sum(line["weights"]["size_bytes"] for line in found["shards"]) >= 4 * 16_000_000
+    assert found["read_bytes"] > 0
+    text = cli.run("explain", file, "--strategy", "spill", "--memory", "200MiB").stdout
+    assert re.search(r"limited by (compute|read|write)", text)
+    refused = cli.run("explain", file, "--strategy", "spill", "--memory", "40MiB")
+    assert refused.returncode == 1
+    assert "give it at least" in refused.stderr
