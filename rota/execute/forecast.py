@@ -133,7 +133,8 @@ def forecast(
             if task.name in profile.estimates
         ]
         for name, why in profile.unfit.items():
-            raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
+            if not left:  # otherwise the others go on, and it fails by itself
+                raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
         problem = problem_of(left, nodes, objective=objective, deadlines=deadlines)
         _check_fits(problem, nodes, profile.estimates)
         begun_s = time.monotonic()

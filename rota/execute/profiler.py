@@ -364,6 +364,7 @@ def _take_sight(one: _Class, sign: Any) -> None:
         one.changed, one.looked = one.changed or not sign.known, sign.counts
         one.notices += sign.notices
         one.unfit = "" if one.estimates else "; ".join(sign.notices)
+        one.failure = f"it fits nowhere: {one.unfit}" if one.unfit else ""
     else:
         one.failure = sign.reason
 

@@ -29,8 +29,8 @@ _SHARE, _MOST_S = 0.01, 10.0
 """Of the whole run: so long may solvers think in the background, on processors that the tasks use; and at one time."""
 _EVERY_S, _EVERY_SHARE = 2.0, 0.01
 """Plans are not made oftener, the second of the time that the run has taken."""
-_RECENT = 5
-"""The last times that were told of a way; their median counts."""
+_ENOUGH, _RECENT = 3, 5
+"""After so many times that were told of a way its estimate is judged; the median of the last so many counts."""
 SWITCH_S = 3.0
 """What leaving devices takes, until it was seen."""
 
@@ -86,9 +86,9 @@ class Scheduled:
         self._used: dict[tuple[str, str, int], float] = {}
         """(class, label, devices) -> the step that the present plan assumes"""
         self._wrong: dict[tuple[str, str, int], float] = {}
-        """the same -> by how much what was measured of it before the run was wrong"""
+        """the same -> by how much its estimate was wrong when it was first seen"""
         self._first: dict[tuple[str, str, int], float] = {}
-        """the same -> what was measured of it before the run"""
+        """the same -> what it was thought to take"""
         self._recent: dict[tuple[str, str, int], collections.deque[float]] = {}
         """the same -> what a step took lately"""
         self._told: dict[str, tuple[int, int]] = {}
@@ -160,9 +160,9 @@ class Scheduled:
         key = (kind, label, count)
         live_s = self._recently(key, task)
         believed_s = self._used.setdefault(key, way.step_s)
-        if way.measured or key in self._wrong:  # of predictions it is known that they may be wrong
-            first_s = self._first.setdefault(key, way.step_s)
-            self._wrong[key] = abs(math.log(live_s / first_s))
+        first_s = self._first.setdefault(key, way.step_s)
+        if len(self._recent[key]) >= _ENOUGH:  # the first steps of a task may take many times as long as others
+            self._wrong.setdefault(key, abs(math.log(live_s / first_s)))
         if abs(live_s / believed_s - 1) <= _MOVED:
             return
         self._used[key] = live_s
