@@ -37,6 +37,7 @@ from torch import nn
 
 from bench import harness
 from rota.graph.capture import capture
+from rota.memory.disk import measured_rates
 from rota.memory.pool_run import Member, PoolRun
 from rota.memory.pooled import Pooled
 from rota.memory.sharp import Work, lower_bound_s, play
@@ -165,7 +166,8 @@ def simulated(models: list[Setting], sharp: dict[str, Any]) -> dict[str, float]:
         Work(name=f"{number}", units_s=units[name], steps=max(1, round(40 * longest / sum(units[name]) + number)))
         for number, name in ((number, names[number % len(names)]) for number in range(12))
     ]
-    ours_s = play(works, 8, loads_s={work.name: 0.1 * work.total_s / work.steps / len(work.units_s) for work in works})
+    loads_s = {f"{number}": sharp["load_s"][names[number % len(names)]] for number in range(12)}
+    ours_s = play(works, 8, loads_s=loads_s)
     whole_s = sum(work.total_s for work in works)
     stages, parts = 8, 8
     return {
@@ -274,8 +276,15 @@ def _sharp(models: list[Setting], budget_bytes: int, folder: Path) -> dict[str, 
     for one in models:
         members.append(_member(one, budget_bytes, folder / one.name, losses.setdefault(one.name, []), tiers))
     before = anonymous_bytes()
+    usual = measured_rates(folder)
     run = PoolRun(members, budgets_bytes=[budget_bytes] * DEVICES, cores=list(range(DEVICES)))
     result = run.run()
+    loads_s = {
+        # What a unit brings, on average, at the pace at which the disk gave it while all of this ran.
+        member.name: statistics.mean(unit.moved_bytes for unit in member.model.units)
+        * member.model.tiers.rates(usual).read_byte_s
+        for member in members
+    }
     for store in tiers:
         store.close()
     if result.failed:
@@ -284,6 +293,7 @@ def _sharp(models: list[Setting], budget_bytes: int, folder: Path) -> dict[str, 
         "makespan_s": result.makespan_s,
         "losses": losses,
         "units_s": {member.name: member.model.units_s for member in members},
+        "load_s": loads_s,
         "busy_s": result.busy_s,
         "peak_over_budget": max(budget.peak_bytes for budget in run.budgets) / budget_bytes,
         "grown_bytes": anonymous_bytes() - before,

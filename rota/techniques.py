@@ -167,9 +167,8 @@ def checked(found: Any, name: str) -> Found | None:
         again = None
     if again != plain:  # such as infinity, or the name of a keyword
         raise InputError(f"the knobs of {name} cannot be written as a call: {plain!r}")
-    if isinstance(found.step_s, bool) or not (
-        isinstance(found.step_s, int | float) and math.isfinite(found.step_s) and found.step_s > 0
-    ):
+    is_number = isinstance(found.step_s, int | float) and not isinstance(found.step_s, bool)
+    if not is_number or not math.isfinite(found.step_s) or found.step_s <= 0:
         raise InputError(f"{name} says that a step takes {found.step_s!r} s, which cannot be")
     if not isinstance(found.memory_bytes, int) or isinstance(found.memory_bytes, bool) or found.memory_bytes < 0:
         raise InputError(f"{name} says that it needs {found.memory_bytes!r} bytes, which cannot be")

@@ -123,18 +123,10 @@ def forecast(
     profile = profiler.run(list(sweep), lambda task: counts_of(task, widths[task.name], total))
     solving_s = 0.0
     for attempt in range(_TRIALS + 1):
-        left = [
-            Left(
-                task=task.name,
-                steps=float(max(1, profile.steps[task.name] - (done or {}).get(task.name, 0))),
-                estimates=profile.estimates[task.name],
-            )
-            for task in sweep
-            if task.name in profile.estimates
-        ]
-        for name, why in profile.unfit.items():
-            if not left:  # otherwise the others go on, and it fails by itself
-                raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
+        left = _left_of(sweep, profile, done or {})
+        if not left and profile.unfit:  # otherwise the others go on, and it fails by itself
+            name, why = next(iter(profile.unfit.items()))
+            raise InputError(f"task {name!r} fits nowhere: {why}; give it more memory (--memory) or more devices")
         problem = problem_of(left, nodes, objective=objective, deadlines=deadlines)
         _check_fits(problem, nodes, profile.estimates)
         begun_s = time.monotonic()
@@ -147,6 +139,19 @@ def forecast(
             break
         profile = again
     return Forecast(profile=profile, nodes=nodes, problem=problem, solved=solved, solving_s=solving_s)
+
+
+def _left_of(sweep: Sweep, profile: Profile, done: Mapping[str, int]) -> list[Left]:
+    """What is to be done of the tasks of which something is known."""
+    return [
+        Left(
+            task=task.name,
+            steps=float(max(1, profile.steps[task.name] - done.get(task.name, 0))),
+            estimates=profile.estimates[task.name],
+        )
+        for task in sweep
+        if task.name in profile.estimates
+    ]
 
 
 def _chosen_beside_measured(problem: Problem, solved: Solved, profile: Profile) -> set[tuple[str, str, int]]:

@@ -76,7 +76,7 @@ def check(
     sweep: Sweep, allotted: dict[str, int], cluster: Cluster, *, notice: Callable[[str], None] = lambda text: None
 ) -> None:
     """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
-    if all(isinstance(task.strategy, str) or executes_itself(task.strategy) for task in sweep):
+    if all(isinstance(task.strategy, str) or is_planned_by_workers(task.strategy) for task in sweep):
         return
     from rota.runtime import first_step
     from rota.runtime.planned import check_optimizer
@@ -84,7 +84,7 @@ def check(
     memory_bytes = min(device.memory_bytes for device in cluster.devices)
     known: set[str] = set()
     for task in sweep:
-        if isinstance(task.strategy, str) or executes_itself(task.strategy):
+        if isinstance(task.strategy, str) or is_planned_by_workers(task.strategy):
             continue
         key = code_key(task, width=allotted[task.name])
         if key in known:
@@ -115,9 +115,9 @@ def _words(strategy: Any) -> str:
     return describe(strategy)
 
 
-def executes_itself(strategy: Any) -> bool:
-    """Whether a strategy makes no plan that could be looked at beforehand: PyTorch's own, or one that spills.
+def is_planned_by_workers(strategy: Any) -> bool:
+    """Whether nothing can be looked at beforehand.
 
-    The model of the latter may be larger than the memory of this process, too.
+    PyTorch's own and techniques make no plan, and what spills may be larger than the memory of this process, too.
     """
     return hasattr(strategy, "execute") or getattr(strategy, "spills", False)

@@ -11,7 +11,7 @@ from rota.graph.graph import Graph
 from rota.memory.residency import Forecast, Rates, Residency, plan_residency
 from rota.memory.steps import Group, SegmentSeconds, Step, Training, groups_of, item_of, step_of
 from rota.plan.costs import Costs, segment_costs
-from rota.plan.program import NodeKind, Program, Segment
+from rota.plan.program import NodeKind, Program
 from rota.runtime.footprint import Footprints
 from rota.strategies.spill import Spill, cut, shards_of
 
@@ -126,17 +126,18 @@ def arranged(
     seconds: SegmentSeconds | None = None,
 ) -> Arrangement:
     """What is where when, for one way to cut. `seconds` are measured ones of segments, if there are any."""
-    if seconds is None:
-        known = segment_costs(program, costs)
-
-        def seconds(segment: Segment) -> tuple[float, float]:
-            return known[segment.index].forward_s, known[segment.index].backward_s
-
+    seconds = seconds or predicted_seconds(program, costs)
     step = step_of(program, groups, Footprints(program.refined), training, seconds)
     residency, forecast = plan_residency(step.stages, step.items, budget_bytes=budget_bytes, rates=rates)
     return Arrangement(
         cut=made, training=training, program=program, groups=groups, step=step, residency=residency, forecast=forecast
     )
+
+
+def predicted_seconds(program: Program, costs: Costs) -> SegmentSeconds:
+    """What the passes of segments take by these costs."""
+    known = segment_costs(program, costs)
+    return lambda segment: (known[segment.index].forward_s, known[segment.index].backward_s)
 
 
 def _cheaper_made_again(kept: Arrangement, rates: Rates, costs: Costs) -> set[int]:

@@ -55,7 +55,7 @@ class PoolRun:
     ) -> None:
         """`cores` are those that the threads of devices run on, if given."""
         self._members: Mapping[str, Member] = {one.name: one for one in members}
-        self._places = {one.name: [0, 0] for one in members}  # steps and batches begun
+        self._steps = dict.fromkeys(self._members, 0)
         self._metrics: dict[str, list[dict[str, float]]] = {one.name: [] for one in members}
         self._budgets = [Budget(size) for size in budgets_bytes]
         self._cores = [*cores, *[None] * (len(self._budgets) - len(cores))]
@@ -132,9 +132,8 @@ class PoolRun:
             if following is not None:
                 keep = self._bring_following(name, unit, following, budget)
             self._begin_batch(member, number)
-            begun_s = time.perf_counter()
             took_s = member.model.run(unit, budget)
-            self._note(device, name, number, begun_s, took_s)
+            self._note(device, name, number, took_s)
             member.model.release(unit, budget, keep=keep)
             return self._end_batch(member, number)
         except Exception as error:  # one model's failure is not the others'
@@ -158,8 +157,8 @@ class PoolRun:
         model = member.model
         place = model.batch_of(number)
         if number == 0 or model.batch_of(number - 1) != place:
-            steps = self._places[member.name][0]
-            model.begin(member.batches(), place=place, number=steps * member.accumulate + place)
+            number = self._steps[member.name] * member.accumulate + place
+            model.begin(member.batches(), place=place, number=number)
 
     def _end_batch(self, member: Member, number: int) -> bool:
         model = member.model
@@ -171,14 +170,14 @@ class PoolRun:
         metrics.append({key: float(value) for key, value in model.end().items()})
         if not is_last:
             return True
-        self._places[member.name][0] += 1
+        self._steps[member.name] += 1
         self._metrics[member.name] = []
-        if member.stepped(self._places[member.name][0], metrics):
+        if member.stepped(self._steps[member.name], metrics):
             return True
         self._leave(member.name, None)
         return False
 
-    def _note(self, device: int, name: str, number: int, begun_s: float, took_s: float) -> None:
+    def _note(self, device: int, name: str, number: int, took_s: float) -> None:
         with self._changed:
             result = self._result
             result.busy_s[device] = result.busy_s.get(device, 0.0) + took_s

@@ -11,14 +11,13 @@ import torch
 from rota.errors import FitError
 from rota.graph.graph import Graph
 from rota.memory.acting import Acting
-from rota.memory.arrange import Cut
+from rota.memory.arrange import Cut, predicted_seconds
 from rota.memory.holdings import Holdings
 from rota.memory.slab import Budget
 from rota.memory.steps import Training, groups_of, step_of
 from rota.memory.tiers import Tiers
 from rota.memory.units import Unit, units_of
-from rota.plan.costs import Costs, segment_costs
-from rota.plan.program import Segment
+from rota.plan.costs import Costs
 from rota.runtime.footprint import Footprints
 
 _FEWEST, _MOST = 2, 256
@@ -70,11 +69,7 @@ class Pooled:
             cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops)) if again else ()))
             self._program = cut.program(graph)
             self._groups = groups_of(self._program)
-            known = segment_costs(self._program, Costs())
-
-            def seconds(segment: Segment, known: Any = known) -> tuple[float, float]:
-                return known[segment.index].forward_s, known[segment.index].backward_s
-
+            seconds = predicted_seconds(self._program, Costs())
             self._step = step_of(self._program, self._groups, Footprints(self._program.refined), training, seconds)
             movable = {
                 item

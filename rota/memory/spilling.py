@@ -10,7 +10,6 @@ import torch
 
 from rota.cluster.device import format_bytes
 from rota.errors import FitError, TaskError
-from rota.graph.capture import capture
 from rota.graph.graph import Graph
 from rota.memory.arrange import Arrangement, arrange, arranged
 from rota.memory.disk import measured_rates
@@ -25,7 +24,8 @@ from rota.memory.tiers import Tiers
 from rota.plan.cache import shape_of
 from rota.plan.costs import Costs
 from rota.plan.program import NodeKind, Segment
-from rota.runtime.executor import Parts, Weights, loss_of, numbers_of, placed
+from rota.runtime.choose import graph_of
+from rota.runtime.executor import Parts, Weights, numbers_of, placed
 from rota.state.writer import Written
 from rota.store.run_folder import STORE_FOLDER
 from rota.strategies.spill import Spill
@@ -53,7 +53,7 @@ class Spilling:
         building = parts.room.building
         building.finish(parts.model)
         batch = placed(batch, parts)
-        graph = graph or self._captured(batch)
+        graph = graph or graph_of(parts, batch)
         check_spillable(parts, graph)
         self._tiers = Tiers(Store(self._room.folder / STORE_FOLDER, notice=notice), Budget(0))
         self._tiers.store.recover()
@@ -92,10 +92,6 @@ class Spilling:
 
     # ---- how batches of each shape are run ----
 
-    def _captured(self, batch: Any) -> Graph:
-        kind = self._parts.device.type
-        return capture(self._model, batch, lambda model, one: loss_of(self._parts.task, model, one, kind))
-
     def _budget_bytes(self) -> int:
         """What the device has, without what the process took since."""
         return max(0, self._room.memory_bytes - self._room.taken_bytes() - margin_bytes(self._room.memory_bytes))
@@ -119,7 +115,7 @@ class Spilling:
     def _way(self, batch: Any, *, backward: bool) -> Spilled:
         key = self._key(batch, backward=backward)
         if key not in self._ways:
-            graph = self._captured(batch)
+            graph = graph_of(self._parts, batch)
             check_outputs(graph)
             program = self._cut.program(graph, forward_only=not backward)
             try:

@@ -12,6 +12,7 @@ from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
+from rota.plan.simulate import Simulation
 from rota.profile.estimate import WORTH_S
 from rota.runtime.alone import Alone
 from rota.runtime.executor import Executor, Parts, loss_of, placed
@@ -67,7 +68,10 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
 
 def needed_bytes(graph: Graph) -> int:
     """What one device needs for a step, with Adam's moments."""
-    alone = single()(graph, 1).compile().simulate()
+    return _with_moments(single()(graph, 1).compile().simulate())
+
+
+def _with_moments(alone: Simulation) -> int:
     return alone.peak_bytes[0] + 2 * alone.stored_bytes[0]
 
 
@@ -91,7 +95,7 @@ def graph_of(parts: Parts, batch: Any) -> Graph:
 def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice) -> str:
     """One device, if that trains the task in less time than a search is worth; else nothing."""
     alone = single()(graph, 1).compile().simulate()
-    fits = needed_bytes(graph) <= memory_bytes
+    fits = _with_moments(alone) <= memory_bytes
     if not fits or alone.makespan_s * steps > WORTH_S:
         return ""
     notice(f"auto: one device trains this in about {alone.makespan_s * steps:.0f} s, so it is not cut")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-if TYPE_CHECKING:
-    from rota.memory.building import Building
-
 from rota.errors import DivergedError, TaskError
 from rota.runtime.limits import anonymous_bytes
 from rota.state.writer import Saver, Written
 from rota.task import Task
+
+if TYPE_CHECKING:
+    from rota.memory.building import Building
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,6 +182,8 @@ class Wishes:
 
 
 def _captured(training: Training, batch: Any, notice: Notice) -> Graph | None:
+    """The graph of a step, if there can be one."""
+    # Loading all that searches takes a second, which short tasks need not wait for.
     from rota.runtime import candidates
 
     return candidates.captured(training, batch, notice)
@@ -231,9 +233,7 @@ def _estimates(
     alone_bytes = 0
     away = training.parts.room is not None and training.parts.room.building.away
     if state_bytes(training.model) > TIGHT * memory_bytes:
-        from rota.runtime import candidates
-
-        graph = candidates.captured(training, batch, notice)
+        graph = _captured(training, batch, notice)
         if graph is not None:
             alone_bytes = needed_alone(graph, training.parts)
     if wishes.alone is not None:
@@ -255,11 +255,10 @@ def _estimates(
     found: list[Estimate] = []
     searched = single_s is None or wishes.search
     if several and searched:
-        # Loading all that searches takes a second, which short tasks need not wait for.
-        from rota.runtime import candidates
-
-        graph = graph or candidates.captured(training, batch, notice)
+        graph = graph or _captured(training, batch, notice)
         if graph is not None:
+            from rota.runtime import candidates
+
             alone_bytes = alone_bytes or needed_alone(graph, training.parts)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
             found += candidates.predicted(
@@ -278,6 +277,8 @@ def _estimates(
         )
         found.insert(0, alone)
     elif 1 in counts and graph is not None and training.parts.room is not None:
+        from rota.runtime import candidates
+
         found[:0] = candidates.spilled(graph, training, batch, notice)
     return tuple(found), searched
 

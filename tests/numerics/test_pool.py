@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rota.graph.capture import capture
 from rota.memory.pool_run import Member, PoolRun
@@ -15,27 +14,7 @@ from rota.memory.steps import Training
 from rota.memory.store import Store
 from rota.memory.tiers import Tiers
 from rota.testing.models import GPT, ResNet
-
-
-def next_token(model, rows):
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
-def classes(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def rows_of(count):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, 32, (4, 13), generator=generator) for _ in range(count)]
-
-
-def images_of(count):
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.rand(4, 1, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator))
-        for _ in range(count)
-    ]
+from tests.numerics.test_spilled import classes, images_of, next_token, plainly, rows_of
 
 
 def gpt(depth):
@@ -48,21 +27,6 @@ KINDS = {
     "images": (lambda: ResNet(width=4, depth=1), images_of, classes, 6),
     "other": (lambda: gpt(2), rows_of, next_token, 7),
 }
-
-
-def plainly(model, batches, loss, *, accumulate, clip_norm):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for number in range(0, len(batches), accumulate):
-        optimizer.zero_grad()
-        for batch in batches[number : number + accumulate]:
-            found = loss(model, batch)
-            (found / accumulate if accumulate > 1 else found).backward()
-            losses.append(found.item())
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-    return losses
 
 
 class Made:
@@ -122,7 +86,8 @@ def test_each_model_is_trained_as_it_would_be_alone(tmp_path, devices, accumulat
         moving = copy.deepcopy(plain)
         batches = batches_of(steps * accumulate)
         settings = {"accumulate": accumulate, "clip_norm": clip_norm}
-        expected[name] = (plainly(plain, batches, loss, **settings), plain, moving)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        expected[name] = (plainly(plain, optimizer, batches, loss, **settings), plain, moving)
         made[name] = Made(name, moving, batches, loss, **settings, folder=tmp_path, budget_bytes=budget_bytes)
     run = PoolRun(
         [one.member for one in made.values()],

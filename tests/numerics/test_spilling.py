@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rota.errors import FitError, TaskError
 from rota.memory import arrange, building, spilling
 from rota.memory.slab import Budget, Slab
+from rota.runtime import probe
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Finished, Halted, Noticed
 from rota.strategies import spill
@@ -259,3 +260,15 @@ def test_a_commit_record_that_is_damaged_is_told(tmp_path):
     (tmp_path / "shards" / "commit.json").write_text("{}")
     with pytest.raises(TaskError, match=r"commit.json is damaged"):
         train(task, tmp_path, Surroundings(), attempt=2)
+
+
+def test_a_task_that_was_thought_to_fit_and_does_not_is_offered_to_spill(tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise TaskError("the optimizer ran out of memory") from MemoryError()
+
+    monkeypatch.setattr(probe, "timed", failing)
+    sight = probe.look(
+        gpt_task(), device=torch.device("cpu"), counts=(1,), memory_bytes=MEMORY, folder=tmp_path, known=dict
+    )
+    assert [(one.label, one.devices, one.measured) for one in sight.estimates] == [("spill", 1, False)]
+    assert sight.notices == ("single: the optimizer ran out of memory",)
