@@ -2,7 +2,7 @@
 
 python -m bench.sweep [--quick] [--json]
 
-Every arm trains the same twelve tasks to their end. The others follow their own schedule, made from what rota has
+Every arm trains the same thirteen tasks to their end. The others follow their own schedule, made from what rota has
 measured before (which costs them nothing); rota starts with an empty cache, measures, schedules and trains, and then
 once more with what it knows. The bound is that of the step times that were lived through in any of these runs: what was
 measured beforehand is not what the machine does later. With --quick tasks are very short, and only current
@@ -45,7 +45,7 @@ from rota.sweep import Sweep
 from rota.testing.runs import controlling
 
 RULES = ("max", "min", "optimus", "random")
-MEMORY = "4GiB"
+MEMORY = "640MiB"
 
 
 Way = tuple[str, str, int]

@@ -1,4 +1,4 @@
-"""The sweep of `bench.sweep`: twelve tasks of unlike size, shape and scaling, with learning rates to choose from."""
+"""The sweep of `bench.sweep`: thirteen tasks of unlike size, shape and scaling; one is larger than both devices."""
 
 from __future__ import annotations
 
@@ -87,5 +87,7 @@ def sweep(scale: float) -> rota.Sweep:
         *(vit(lr, steps=steps(140)) for lr in (3e-4, 1e-3)),
         *(resnet(lr, steps=steps(130)) for lr in (0.01, 0.03, 0.1)),
         gpt("large", 3e-4, width=384, depth=6, batch=16, steps=steps(110)),
+        # 101 million parameters, 1.5 GiB with gradients and moments: more than two devices have, so it must spill.
+        gpt("huge", 3e-4, width=1024, depth=8, batch=4, steps=steps(12)),
     ]
     return rota.Sweep(tasks=tuple(tasks), name="sweep")

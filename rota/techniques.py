@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rota.runtime.gang import Gang
 
 ENTRY_POINTS = "rota.techniques"
+PLAIN = ("auto", "single")
+"""Strategies of which a worker needs nothing but the name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,16 @@ def travelling(label: str) -> Any:
         return made
     base = sys.modules.get("rota.strategies.base")  # without it nobody has registered anything
     return base.find(label) if base is not None and base.is_users(label) else label
+
+
+def arrived(strategy: Any) -> Any:
+    """What travelled by its name, as the strategy that it is."""
+    if not isinstance(strategy, str) or strategy in PLAIN:
+        return strategy
+    from rota.strategies.base import find
+
+    found: Any = find(strategy)
+    return str(found) if str(found) in PLAIN else found
 
 
 def label_of(name: str, knobs: Mapping[str, Any]) -> str:

@@ -87,8 +87,9 @@ def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *,
 
     profile = found.profile
     if found.solved is None:
-        reasons = "; ".join(dict.fromkeys(f"{name}: {why}" for name, why in profile.failures.items()))
-        raise InputError(f"no task could be looked at: {reasons}")
+        told = [*profile.failures.items(), *profile.unfit.items(), *profile.notices]
+        reasons = "; ".join(dict.fromkeys(f"{name}: {why}" for name, why in told))
+        raise InputError(f"no task has a way to run: {reasons}")
     case = Case(
         words=_words(cluster),
         problem=found.problem,

@@ -11,8 +11,7 @@ from rota.errors import InputError, RotaError
 from rota.profile.likeness import code_key
 from rota.sweep import Sweep
 from rota.task import Task
-
-_PLAIN = ("auto", "single")
+from rota.techniques import arrived
 
 
 def resolve(sweep: Sweep, *, strategy: str | None) -> Sweep:
@@ -22,16 +21,11 @@ def resolve(sweep: Sweep, *, strategy: str | None) -> Sweep:
 
 
 def _found(task: Task) -> Task:
-    if not isinstance(task.strategy, str) or task.strategy in _PLAIN:
-        return task
     # What a sweep's file registers is known here and not in the workers, so the strategy itself travels.
-    from rota.strategies.base import find
-
     try:
-        found: Any = find(task.strategy)
+        return replace(task, strategy=arrived(task.strategy))
     except InputError as error:
         raise InputError(f"task {task.name!r}: {error}") from error
-    return replace(task, strategy=str(found) if str(found) in _PLAIN else found)
 
 
 def widths(sweep: Sweep, cluster: Cluster) -> dict[str, int]:

@@ -43,6 +43,8 @@ _LEAST, _MOST = 3, 30
 _TIMED_S = 0.7
 _ENOUGH_S = 1.5
 """That is enough, however few steps it were."""
+_TOO_SLOW_S = 10.0
+"""Where the first step takes so long, it is the only one; elsewhere it does not count: it makes what others use."""
 _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
 
@@ -85,7 +87,7 @@ def timed(
         took_s = time.perf_counter() - step_begun_s
         if number == 0:
             start_s = time.perf_counter() - begun_s
-        if number >= (_WARM_UP if took_s < _SLOW_S else 1) or took_s >= _ENOUGH_S:
+        if number >= (_WARM_UP if took_s < _SLOW_S else 1) or took_s >= _TOO_SLOW_S:
             times.append(took_s)
         number += 1
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3

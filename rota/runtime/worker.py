@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +206,7 @@ class Worker:
             with owning, preserved(), _memory_limit(self._settings):
                 _redirect_output(folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE))
                 sys.path[:] = command.import_path
-                task = _unpickle(payload, command.task)
+                task = _arrived(_unpickle(payload, command.task))
                 gang = _gang_of(command, task, self._settings.kind)
                 loop = Loop(
                     task,
@@ -248,7 +248,7 @@ class Worker:
                     task, strategies, techniques = _unpickle(payload, command.task)
                     outcome = self._look(command, task, strategies, techniques, device)
                 else:
-                    task = _unpickle(payload, command.task)
+                    task = _arrived(_unpickle(payload, command.task))
                     gang = _gang_of(command, task, self._settings.kind)
                     outcome = self._try(command, task, device, gang)
         except TaskError as error:
@@ -419,6 +419,13 @@ def _unpickle(payload: bytes, name: str) -> Any:
 
     with calling(f"importing what task {name} needs"):
         return cloudpickle.loads(payload)
+
+
+def _arrived(task: Any) -> Any:
+    """The task with the strategy that its label names."""
+    from rota.techniques import arrived
+
+    return replace(task, strategy=arrived(task.strategy))
 
 
 def _memory_limit(settings: WorkerSettings) -> contextlib.AbstractContextManager[None]:

@@ -64,7 +64,7 @@ def test_a_plan_of_tasks_that_cannot_be_made_says_why(cli, sweep_file):
     file = sweep_file(text=SWEEP.replace("GPT(vocabulary", "GPT(vokabulary"))
     done = cli.run("plan", file, "--devices", "2")
     assert done.returncode == 2
-    assert "no task could be looked at" in done.stderr
+    assert "no task has a way to run" in done.stderr
     assert "vokabulary" in done.stderr
 
 

@@ -77,6 +77,31 @@ def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, t
     assert not (tmp_path / "run" / "tasks" / "wide" / "checkpoints").exists()
 
 
+@pytest.mark.timeout(240)
+def test_a_schedule_of_two_devices_lets_what_does_not_fit_spill(cli, sweep_file, tmp_path):
+    small = """
+small = rota.Task(
+    name="small",
+    model=lambda: nn.Linear(32, 8),
+    data=task.data,
+    loss=task.loss,
+    optimizer=task.optimizer,
+    steps=12,
+)
+sweep = rota.Sweep(tasks=[task, small])
+"""
+    file = sweep_file(text=SWEEP + small)
+    done = cli.run("run", file, "--out", tmp_path / "run", "--devices", "2", "--memory", "120MiB", timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = rota.open_run(tmp_path / "run")
+    assert [result.task(name).state for name in ("wide", "small")] == ["finished", "finished"]
+    assert "wide: spill: " in done.stderr
+    expected = expected_model()
+    trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(trained[name], value), name
+
+
 @pytest.mark.timeout(120)
 def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
     file = sweep_file(text=SWEEP)
