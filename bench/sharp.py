@@ -5,7 +5,8 @@ python -m bench.sharp [--quick] [--json]
 A device is a core with a budget for weights, gradients, moments and the work of a shard. Arms, each in processes of its
 own, all of them training the same models for the same steps (AdamW, 1,024 tokens a step):
 
-- sharp: a pool of both devices runs shard units of all models, longest remaining time first.
+- sharp: a pool of both devices runs shard units of all models, longest remaining time first; each model has a
+  process of its own, as with `strategy="pool"`. It begins when all of them are ready.
 - model parallel: two ranks, each with half of a model, one model after another; no budget: all the memory they want.
 - gpipe: torch.distributed.pipelining's GPipe on two ranks, one model after another, with 4 and with 8 micro-batches,
   the better of the two counts; no budget either. Its last stage has a head of its own instead of a tied one.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,20 +38,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench import harness
-from rota.graph.capture import capture
+from rota.memory.arbiter import Arbiter
 from rota.memory.disk import measured_rates
-from rota.memory.pool_run import Member, PoolRun
 from rota.memory.pooled import Pooled
+from rota.memory.pooling import Pooling, Seat
 from rota.memory.sharp import Work, lower_bound_s, play
-from rota.memory.slab import Budget
-from rota.memory.spillable import training_of
-from rota.memory.store import Store
-from rota.memory.tiers import Tiers
+from rota.memory.turns import Turns
 from rota.runtime import comm
 from rota.runtime.limits import HUGE_PAGES, anonymous_bytes, return_freed_memory
 from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
-from rota.strategies import spill
+from rota.strategies import pool, spill
 from rota.task import Data, Task
 from rota.testing.models import GPT
 
@@ -194,8 +193,10 @@ def run_arm(
             "folder": folder,
             "lengths": lengths or {},
         }
-        if arm in ("alone", "sharp"):
+        if arm == "alone":
             return _ended([_started(told, environment)])[0]
+        if arm == "sharp":
+            return _pool(told, models, environment)
         if arm == "static":
             shares = longest_first(models, lengths or {})
             rows = [
@@ -216,10 +217,33 @@ def longest_first(models: list[Setting], lengths: dict[str, float]) -> list[list
     return shares
 
 
+def _pool(told: dict[str, Any], models: list[Setting], environment: dict[str, str]) -> dict[str, Any]:
+    """A process for each model, and a thread here that lets them take turns."""
+    pairs = {one.name: socket.socketpair() for one in models}
+    arbiter = Arbiter({name: ours for name, (ours, _) in pairs.items()}, devices=DEVICES, wait=True)
+    rows = [
+        _started({**told, "models": [asdict(one)], "turns": pairs[one.name][1].fileno()}, environment) for one in models
+    ]
+    for _, theirs in pairs.values():
+        theirs.close()
+    parts = _ended(rows)
+    arbiter.close()
+    makespan_s = max(one["ended_s"] for one in parts) - min(one["begun_s"] for one in parts)
+    return {
+        "makespan_s": makespan_s,
+        "losses": {one["name"]: one["losses"] for one in parts},
+        "units_s": {one["name"]: one["units_s"] for one in parts},
+        "load_s": {one["name"]: one["load_s"] for one in parts},
+        "busy_share": sum(one["busy_s"] for one in parts) / (DEVICES * makespan_s),
+        "peak_over_budget": max(one["unit_bytes"] for one in parts) * 2 / told["budget_bytes"],
+    }
+
+
 def _started(told: dict[str, Any], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "bench.sharp", "--arm", json.dumps(told)],
         env=environment,
+        pass_fds=(told["turns"],) if "turns" in told else (),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -247,7 +271,7 @@ def arm_main(told: dict[str, Any]) -> dict[str, Any]:
         os.sched_setaffinity(0, {0})
         return {"step_s": {one.name: _alone_s(one) for one in models}}
     if arm == "sharp":
-        return _sharp(models, told["budget_bytes"], folder)
+        return _sharp(models[0], told["budget_bytes"], folder / models[0].name, told["turns"])
     if arm == "static":
         os.sched_setaffinity(0, {told["core"]})
         return _static(models, told["budget_bytes"], folder / str(told["core"]))
@@ -268,60 +292,78 @@ def _alone_s(setting: Setting) -> float:
     return min(times)
 
 
-def _sharp(models: list[Setting], budget_bytes: int, folder: Path) -> dict[str, Any]:
-    return_freed_memory()
-    members = []
-    losses: dict[str, list[float]] = {}
-    tiers: list[Tiers] = []
-    for one in models:
-        members.append(_member(one, budget_bytes, folder / one.name, losses.setdefault(one.name, []), tiers))
-    before = anonymous_bytes()
+class _Timed(Turns):
+    """Notes when units ran."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.first_s = 0.0
+        self.busy_s = 0.0
+
+    def wait_for_turn(self) -> bool:
+        """The first one is when it all begins."""
+        follows = super().wait_for_turn()
+        self.first_s = self.first_s or time.monotonic()
+        return follows
+
+    def ran(self, took_s: float) -> None:
+        """One more unit."""
+        self.busy_s += took_s
+        super().ran(took_s)
+
+
+def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int) -> dict[str, Any]:
+    """One model of a pool."""
+    folder.mkdir(parents=True)
+    turns = _Timed(socket.socket(fileno=connection))
+    made: list[Pooling] = []
+
+    def chosen(parts: Any, batch: Any) -> Pooling:
+        seat = Seat(turns=turns, cores=[(core,) for core in range(DEVICES)])
+        made.append(Pooling(parts, batch, seat=seat, total_batches=setting.steps))
+        return made[0]
+
+    training = _prepared(replace(setting.task(), strategy=pool()), budget_bytes, folder, chosen)
     usual = measured_rates(folder)
-    run = PoolRun(members, budgets_bytes=[budget_bytes] * DEVICES, cores=list(range(DEVICES)))
-    result = run.run()
-    loads_s = {
-        # What a unit brings, on average, at the pace at which the disk gave it while all of this ran.
-        member.name: statistics.mean(unit.moved_bytes for unit in member.model.units)
-        * member.model.tiers.rates(usual).read_byte_s
-        for member in members
-    }
-    for store in tiers:
-        store.close()
-    if result.failed:
-        raise SystemExit(f"models failed: {result.failed}")
-    return {
-        "makespan_s": result.makespan_s,
+    losses = _steps(training, setting, made[0])
+    ended_s = time.monotonic()
+    (way,) = made[0]._ways.values()
+    assert isinstance(way, Pooled)
+    moved = statistics.mean(unit.moved_bytes for unit in way.units)
+    found = {
+        "name": setting.name,
         "losses": losses,
-        "units_s": {member.name: member.model.units_s for member in members},
-        "load_s": loads_s,
-        "busy_s": result.busy_s,
-        "peak_over_budget": max(budget.peak_bytes for budget in run.budgets) / budget_bytes,
-        "grown_bytes": anonymous_bytes() - before,
+        "begun_s": turns.first_s,
+        "ended_s": ended_s,
+        "busy_s": turns.busy_s,
+        "units_s": way.units_s,
+        "unit_bytes": max(unit.size_bytes for unit in way.units),
+        # What a unit brings, on average, at the pace at which the disk gave it while all of this ran.
+        "load_s": moved * made[0]._tiers.rates(usual).read_byte_s,
     }
+    made[0].close()
+    return found
 
 
-def _member(setting: Setting, budget_bytes: int, folder: Path, losses: list[float], kept: list[Tiers]) -> Member:
-    training = Training(replace(setting.task(), strategy="single"), device=torch.device("cpu"))
-    batches = iter([batch_of(number) for number in range(setting.steps)])
-    graph = capture(training.model, batch_of(0), loss_of)
-    tiers = Tiers(Store(folder), Budget(2 * setting.state_bytes))
-    kept.append(tiers)
-    model = Pooled(
-        graph,
-        {graph.aliases.get(name, name): one for name, one in training.model.named_parameters()},
-        dict(training.model.named_buffers()),
-        training.optimizer,
-        training=training_of(training.parts, graph, batch_of(0)),
-        tiers=tiers,
-        budget_bytes=budget_bytes,
-    )
-    model.holdings.settle()
+def _prepared(task: Task, budget_bytes: int, folder: Path, chosen: Any) -> Training:
+    """A task before its first step; what comes before is not counted, and the budget is for what moves."""
+    return_freed_memory(budget_bytes)
+    room = room_of(task, device=torch.device("cpu"), folder=folder, memory_bytes=2**34)
+    assert room is not None
+    training = Training(task, device=torch.device("cpu"), choose=chosen, room=room)
+    batch, _ = training.cursor.next()
+    room.memory_bytes = budget_bytes + max(0, anonymous_bytes() - room.before_bytes - room.building.here_bytes)
+    training._begin(batch)
+    return training
 
-    def stepped(step: int, metrics: list[dict[str, float]]) -> bool:
-        losses.extend(one["loss"] for one in metrics)
-        return True
 
-    return Member(name=setting.name, model=model, batches=lambda: next(batches), steps=setting.steps, stepped=stepped)
+def _steps(training: Training, setting: Setting, executor: Any) -> list[float]:
+    losses = []
+    for number in range(setting.steps):
+        executor.zero_grad()
+        losses.append(executor.backward(batch_of(number), number=number)["loss"])
+        executor.update()
+    return losses
 
 
 def _static(models: list[Setting], budget_bytes: int, folder: Path) -> dict[str, Any]:
@@ -336,21 +378,9 @@ def _static(models: list[Setting], budget_bytes: int, folder: Path) -> dict[str,
             made.append(choose_alone(parts, batch, notice=lambda text: None))
             return made[0]
 
-        return_freed_memory()
-        room = room_of(one.task(), device=torch.device("cpu"), folder=place, memory_bytes=2**34)
-        assert room is not None
-        training = Training(one.task(), device=torch.device("cpu"), choose=chosen, room=room)
-        batch, _ = training.cursor.next()
-        # As in the pool, what comes before the first step is not counted, and the budget is for what moves.
-        room.memory_bytes = budget_bytes + max(0, anonymous_bytes() - room.before_bytes - room.building.here_bytes)
-        training._begin(batch)
+        training = _prepared(one.task(), budget_bytes, place, chosen)
         begun_s = time.perf_counter()
-        losses[one.name] = []
-        for number in range(one.steps):
-            executor: Any = made[0]
-            executor.zero_grad()
-            losses[one.name].append(executor.backward(batch_of(number), number=number)["loss"])
-            executor.update()
+        losses[one.name] = _steps(training, one, made[0])
         took_s += time.perf_counter() - begun_s
         made[0].close()
     return {"makespan_s": took_s, "losses": losses}

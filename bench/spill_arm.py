@@ -119,7 +119,7 @@ def mapped(setting: Setting) -> Step:
         path = str(folder / f"tensor-{next(numbers)}")
         return torch.from_file(path, shared=True, size=shape.numel(), dtype=torch.float32).view(shape)
 
-    return_freed_memory()
+    return_freed_memory(setting.memory_bytes)
     with torch.device("meta"):
         model = setting.model()
     for module in model.modules():
@@ -165,7 +165,7 @@ def spilled(setting: Setting) -> tuple[Step, Training, list[Spilling]]:
         made.append(choose_alone(parts, batch, notice=lambda text: None))
         return made[0]
 
-    return_freed_memory()
+    return_freed_memory(setting.memory_bytes)
     room = room_of(task, device=device, folder=Path(setting.folder), memory_bytes=setting.memory_bytes)
     training = Training(task, device=device, choose=chosen, room=room)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rota.runtime.gang import Gang
 
 ENTRY_POINTS = "rota.techniques"
+POOL = "pool"
+"""The strategy of tasks that share devices shard by shard; a journal calls it so, too."""
 PLAIN = ("auto", "single")
 """Strategies of which a worker needs nothing but the name."""
 

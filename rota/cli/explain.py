@@ -103,8 +103,8 @@ def _explain_spill(task: Task, spill: Spill, memory_bytes: int | None, *, device
     """What a task that does not fit would do; its model is made in no more memory than it would get."""
     if memory_bytes is None:
         raise InputError("spill depends on the memory of the device; say how much that is, such as --memory 1GiB")
-    if devices != 1:
-        raise InputError(f"spill is for one device, not {devices}; leave out --devices, or use another strategy")
+    if devices not in (1, spill.fixed_devices):
+        raise InputError(f"{spill} is for {spill.fixed_devices or 'several'} devices, not {devices}; change one")
     from rota.memory.explain import lines_of
     from rota.memory.look import look
 

@@ -10,14 +10,14 @@ from typing import Any
 from rota.errors import TaskError
 from rota.execute.backends.base import Backend, WorkerLost
 from rota.execute.events import Event, Launched, Lost, Requeued, RunEnded, RunNoted, Stopped
-from rota.execute.policy import Launch, LongestFirst, Policy, Switch, View, Waiting, waiting
+from rota.execute.policy import Launch, LongestFirst, OpenPool, Policy, Switch, View, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
-from rota.techniques import travelling
+from rota.techniques import POOL, travelling
 
 _POLL_S = 0.25
 _REQUESTS_EVERY_S = 0.5
@@ -75,6 +75,8 @@ class Controller:
         """task -> how many devices it gets, if more than one"""
         self._busy: dict[str, _Seat] = {}
         """device -> what it works on"""
+        self._pools: dict[str, tuple[str, ...]] = {}
+        """a place in a pool -> the devices that its tasks share"""
         self._patience: dict[str, float] = {}
         """device -> until when it may take to save its task, or to leave it"""
         self._over: set[_Seat] = set()
@@ -137,6 +139,8 @@ class Controller:
         for decision in self._policy.decide(view):
             if isinstance(decision, Launch):
                 self._launch(decision)
+            elif isinstance(decision, OpenPool):
+                self._open_pool(decision)
             elif isinstance(decision, Switch):
                 self._switch(self.record.tasks[decision.task], decision.reason)
             else:
@@ -163,6 +167,16 @@ class Controller:
             self._note(Failed(task=task.name, attempt=task.attempt, step=task.step, reason=str(error)))
             for device in decision.devices:
                 self._release(device)
+
+    def _open_pool(self, decision: OpenPool) -> None:
+        """Each task has a place of its own, which is like a device as long as the pool lasts."""
+        places = self._backend.open_pool(decision.devices, len(decision.tasks))
+        for device in decision.devices:
+            self._free.remove(device)
+        self._pools |= dict.fromkeys(places, decision.devices)
+        for task, place in zip(decision.tasks, places, strict=True):
+            self._free.append(place)
+            self._launch(Launch(task=task, devices=(place,), strategy=POOL))
 
     def _switch(self, task: TaskRecord, reason: str) -> None:
         if task.state is TaskState.RUNNING and task.name not in self._stopping and task.name not in self._switching:
@@ -258,7 +272,14 @@ class Controller:
             self._over.discard(seat)
         self._patience.pop(device, None)
         self._unconfirmed.pop(device, None)
-        bisect.insort(self._free, device, key=self._order.__getitem__)
+        freed: tuple[str, ...] = (device,)
+        if device in self._pools:
+            freed = self._pools.pop(device)
+            self._backend.close_place(device)
+            if freed in self._pools.values():
+                return  # others are still there
+        for one in freed:
+            bisect.insort(self._free, one, key=self._order.__getitem__)
 
     # ---- stopping ----
 

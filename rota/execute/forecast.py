@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rota.cluster.device import Cluster, format_bytes
 from rota.errors import InputError
+from rota.execute.pools import PoolChoice, pool_of
 from rota.execute.profiler import Prober, Profile, Profiler, Progress
 from rota.execute.solvers import ChildSolver
 from rota.profile.estimate import WORTH_S, Estimate
@@ -38,6 +39,8 @@ class Forecast:
     solved: Solved | None
     """None if nothing is known of any task."""
     solving_s: float
+    pool: PoolChoice | None = None
+    """The tasks that share all devices before the others run, where that takes less time."""
 
     @property
     def intents(self) -> tuple[Intent, ...]:
@@ -51,6 +54,11 @@ class Forecast:
         if self.solved is None:
             return f"nothing is known of the tasks ({spent}); the longest go first"
         value, count = self.solved.value, len(self.problem.tasks)
+        if self.pool is not None:
+            return (
+                f"{count} tasks in about {duration(self.pool.makespan_s)} ({spent}): {', '.join(self.pool.tasks)} "
+                f"share all devices, shard by shard; without that it would be {duration(self.pool.instead_s)}"
+            )
         return (
             f"{count} task{'s' * (count != 1)} in about {duration(value.makespan_s)} ({spent}); "
             f"the schedule is within {100 * max(0.0, self.solved.gap):.1f}% of the best possible"
@@ -138,7 +146,26 @@ def forecast(
         if again is None:
             break
         profile = again
-    return Forecast(profile=profile, nodes=nodes, problem=problem, solved=solved, solving_s=solving_s)
+    pool = None
+    if solved is not None:
+        pool = pool_of(
+            problem,
+            solved.schedule,
+            estimates=profile.estimates,
+            steps={one.task: one.steps for one in left},
+            nodes=nodes,
+            makespan_s=solved.value.makespan_s,
+            others_s=lambda tasks: _others_s([one for one in left if one.task not in tasks], nodes, interrupted),
+        )
+    return Forecast(profile=profile, nodes=nodes, problem=problem, solved=solved, solving_s=solving_s, pool=pool)
+
+
+def _others_s(left: Sequence[Left], nodes: Sequence[Node], interrupted: Callable[[], bool]) -> float:
+    """What some tasks take by themselves."""
+    if not left:
+        return 0.0
+    found = _solved(problem_of(left, nodes), 0.0, lambda what, done, total: None, interrupted)
+    return 0.0 if found is None else found.value.makespan_s
 
 
 def _left_of(sweep: Sweep, profile: Profile, done: Mapping[str, int]) -> list[Left]:

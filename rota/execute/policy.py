@@ -52,6 +52,14 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenPool:
+    """A decision: these tasks share these devices from now on, shard by shard."""
+
+    tasks: tuple[str, ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Switch:
     """A decision: this task saves itself and leaves its devices, to go on in another way."""
 
@@ -66,7 +74,7 @@ class Tell:
     text: str
 
 
-Decision = Launch | Switch | Tell
+Decision = Launch | OpenPool | Switch | Tell
 
 
 class Policy(Protocol):

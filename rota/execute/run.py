@@ -23,6 +23,8 @@ from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
 from rota.execute.identity import describe, digest
+from rota.execute.policy import LongestFirst, Policy
+from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
 from rota.report.html import write_report
@@ -252,7 +254,12 @@ def _scheduled(
 ) -> Iterator[None]:
     """Have the controller follow a schedule, where there is something to decide."""
     pending = [task for task in sweep if record.tasks[task.name].state is TaskState.PENDING]
-    if not options.profile or not preflight.undecided(pending, cluster, widths, options.objective):
+    devices = [device.name for device in cluster.devices]
+    forced = {task.name for task in pending if getattr(task.strategy, "pooled", False)}
+    if forced:
+        controller.follow(Sharing(LongestFirst(), tasks=forced, devices=devices, chosen=False))
+    pending = [task for task in pending if task.name not in forced]
+    if not pending or not options.profile or not preflight.undecided(pending, cluster, widths, options.objective):
         yield
         return
     # numpy and what needs it: not for those who only look at a run
@@ -285,7 +292,8 @@ def _scheduled(
     controller.note(found.sentence())
     solver = ChildSolver()
     now_s = backend.now_s()
-    policy = Scheduled(
+    shared = set() if found.pool is None else set(found.pool.tasks)
+    policy: Policy = Scheduled(
         estimates=found.profile.estimates,
         classes=found.profile.classes,
         nodes=found.nodes,
@@ -293,9 +301,15 @@ def _scheduled(
         objective=options.objective,
         deadlines=deadlines,
         own={task.name for task in pending if task.strategy != "auto"},
-        intents=[replace(one, start_s=one.start_s + now_s) for one in found.intents],
+        aside=shared,
+        # What the others do after a pool is planned when that is over.
+        intents=[] if shared else [replace(one, start_s=one.start_s + now_s) for one in found.intents],
         improve=found.solved.gap > _GAP,
     )
+    if shared:
+        policy = Sharing(policy, tasks=shared, devices=devices, chosen=True)
+    if forced:
+        policy = Sharing(policy, tasks=forced, devices=devices, chosen=False)
     controller.follow(policy)
     try:
         yield

@@ -64,11 +64,13 @@ class Scheduled:
         objective: Objective = "makespan",
         deadlines: Mapping[str, float] | None = None,
         own: Collection[str] = (),
+        aside: Collection[str] = (),
         intents: Sequence[Intent] = (),
         replan: bool = True,
         improve: bool = False,
     ) -> None:
-        """`own` are tasks whose strategy is the user's choice; deadlines are times of the backend's clock.
+        """`own` are tasks whose strategy is the user's choice, `aside` those of which another policy takes care;
+        deadlines are times of the backend's clock.
 
         With `improve`, a better schedule is searched for at once; without `replan`, the first one is kept to its end.
         """
@@ -79,6 +81,7 @@ class Scheduled:
         self._objective: Objective = objective
         self._deadlines = dict(deadlines or {})
         self._own = frozenset(own)
+        self._aside = aside
         self._intents: dict[str, Intent] = {one.task: one for one in intents}
         self._replan = replan
         self._asked: Problem | None = None
@@ -234,7 +237,7 @@ class Scheduled:
     def _remaining(self, view: View) -> Iterator[Left]:
         for task in view.record.tasks.values():
             estimates = self._estimates.get(task.name, ())
-            if task.state.ended or not estimates or task.total_steps is None:
+            if task.state.ended or not estimates or task.total_steps is None or task.name in self._aside:
                 continue
             running = task.state is TaskState.RUNNING
             yield Left(

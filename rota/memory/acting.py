@@ -11,10 +11,12 @@ from rota.memory.holdings import Holdings
 from rota.memory.spilled_run import SpilledRun
 from rota.memory.steps import Act, Step
 from rota.plan.program import Program
+from rota.runtime import comm
+from rota.runtime.exchanges import Exchanges, instructions_of
 
 
 class Acting:
-    """A program on one device, one stage at a time. What a stage needs is in memory when it is asked for."""
+    """One device of a program, one stage at a time. What a stage needs is in memory when it is asked for."""
 
     def __init__(
         self,
@@ -26,36 +28,52 @@ class Acting:
         batches: int,
         seed: int,
         plain_random: bool,
+        at_once: int = 1,
+        rank: int = 0,
+        groups: comm.Groups | None = None,
     ) -> None:
-        """`batches` are those of a step."""
+        """`batches` are those of a step, of which some are under way at once; `groups` are those of all devices."""
         self.program = program
         self.step = step
-        self.device = SpilledRun(
-            program,
-            0,
-            seed=seed,
-            plain_random=plain_random,
-            shares=batches,
-            stored={**buffers, **holdings.parameters},
-        )
+        stored = {**buffers, **holdings.parameters}
+        self._devices = [
+            SpilledRun(program, rank, seed=seed, plain_random=plain_random, shares=batches, stored=stored)
+            for _ in range(at_once)
+        ]
+        for other in self._devices[1:]:
+            other.share_code(self._devices[0])
         self._holdings = holdings
         self._batches = batches
+        self._rank = rank
+        self._instructions = {one.index: one for one in instructions_of(program, rank, {})}
+        self._exchanges = [
+            Exchanges(device, groups, list(self._instructions.values())) for device in self._devices if groups
+        ]
 
-    def begin(self, batch: Any, *, number: int) -> None:
-        """Take a batch; `number` counts them."""
-        self.device.clear()
-        self.device.begin(batch, step=number)
+    def device_of(self, place: int) -> SpilledRun:
+        """What has the values of a batch of the step."""
+        return self._devices[place % len(self._devices)]
 
-    def end(self) -> dict[str, torch.Tensor]:
-        """All stages of the batch have run: its metrics."""
-        self.device.end()
+    def begin(self, batch: Any, *, place: int, number: int) -> None:
+        """Take a batch of the step; `number` counts them over all steps."""
+        device = self.device_of(place)
+        device.clear()
+        device.begin(batch, step=number)
+        for exchanges in self._exchanges[place % len(self._devices) :][:1]:
+            exchanges.begin()
+
+    def end(self, place: int) -> dict[str, torch.Tensor]:
+        """All stages of a batch have run: those of its metrics that ended up here."""
+        device = self.device_of(place)
+        device.end()
         program = self.program
         found = {}
         for metric, name in program.refined.graph.outputs.items():
-            if name in program.results:
-                found[metric] = self.device.values[program.results[name].value]
-            else:
-                found[metric] = self.device.free(name)
+            result = program.results.get(name)
+            if result is not None and result.device == self._rank:
+                found[metric] = device.values[result.value]
+            elif result is None and self._rank == 0:
+                found[metric] = device.free(name)
         return found
 
     def act(self, act: Act) -> None:
@@ -63,12 +81,21 @@ class Acting:
         if act.kind == "update":
             self._holdings.update(self.step.groups[act.group])
             return
-        node = self.program.nodes[act.node]
+        node, device = self.program.nodes[act.node], self.device_of(act.batch)
         if act.kind == "forward":
-            self.device.forward(node)
+            device.forward(node)
+        elif act.kind == "backward":
+            device.backward(node)
         else:
-            self.device.backward(node)
-            self.device.hand_over(act.completes)
+            self._exchange(act)
+        if act.completes:
+            device.hand_over(act.completes)
             if act.batch == self._batches - 1:
                 self._holdings.complete(act.completes)
-        self.device.drop(act.drops)
+        device.drop(act.drops)
+
+    def _exchange(self, act: Act) -> None:
+        """At once: what it makes is counted from here on, and what it sends is not any more."""
+        exchanges = self._exchanges[act.batch % len(self._exchanges)]
+        exchanges.exchange(self._instructions[act.node])
+        exchanges.end()

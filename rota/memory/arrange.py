@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from rota.errors import FitError
+from rota.errors import FitError, InputError
 from rota.graph.graph import Graph
+from rota.graph.positional import is_random
 from rota.memory.residency import Forecast, Rates, Residency, plan_residency
 from rota.memory.steps import Group, SegmentSeconds, Step, Training, groups_of, item_of, step_of
 from rota.plan.costs import Costs, segment_costs
 from rota.plan.program import NodeKind, Program
+from rota.plan.timing import interpolated
 from rota.runtime.footprint import Footprints
-from rota.strategies.spill import Spill, cut, shards_of
+from rota.strategies.spill import Spill, cut, on_the_first, shards_of
 
 _AT_ONCE = 4
 """So many shards, with gradients and moments, are to have room at once: one is used, others come and go."""
@@ -26,10 +29,17 @@ class Cut:
 
     shards: int
     recomputed: frozenset[int] = frozenset()
+    replicas: int = 1
+    """The devices that share the samples."""
 
-    def program(self, graph: Graph, *, forward_only: bool = False) -> Program:
-        """The program of a graph that is cut like this."""
-        plan = cut(graph, self.shards, recomputed=self.recomputed)
+    def program(self, graph: Graph, *, forward_only: bool = False, any_size: bool = False) -> Program:
+        """The program of a graph that is cut like this; `any_size` if a batch may have too few samples for all."""
+        try:
+            plan = cut(graph, self.shards, recomputed=self.recomputed, replicas=self.replicas)
+        except InputError:
+            if not any_size or self.replicas == 1:
+                raise
+            plan = on_the_first(graph, self.shards, recomputed=self.recomputed, replicas=self.replicas)
         if forward_only:
             plan.forward_only()
         return plan.compile()
@@ -56,21 +66,54 @@ def arrange(
     budget_bytes: int,
     rates: Rates,
     costs: Costs | None = None,
+    replicas: int = 1,
 ) -> Arrangement:
-    """The fastest arrangement that the user's choice leaves open. FitError tells the least budget if none fits."""
+    """The fastest arrangement that the user's choice leaves open, for the first of the devices that share the samples.
+
+    FitError tells the least budget if none fits.
+    """
     costs = costs or Costs()
     found: list[Arrangement] = []
     least: FitError | None = None
     for shards in _shard_counts(graph, spill, training, budget_bytes):
-        for one in _arrangements(graph, spill, shards, training, budget_bytes, rates, costs):
+        for one in _arrangements(graph, spill, shards, training, budget_bytes, rates, costs, replicas):
             if isinstance(one, FitError):
                 least = one if least is None or (one.needed_bytes or 0) < (least.needed_bytes or 0) else least
             else:
                 found.append(one)
         if found:
-            return min(found, key=lambda one: one.forecast.step_s)
+            best = min(found, key=lambda one: one.forecast.step_s)
+            return min([best, *_together(best, rates, costs)], key=lambda one: one.forecast.step_s)
     assert least is not None
     raise least
+
+
+def _together(found: Arrangement, rates: Rates, costs: Costs) -> Iterator[Arrangement]:
+    """The same with several batches that go through a shard at once, so that it comes once for all of them."""
+    if not may_go_together(found.program):
+        return
+    counts = {found.training.batches, *(2**power for power in range(1, found.training.batches.bit_length()))}
+    for count in sorted(counts - {1}):
+        if count <= found.training.batches:
+            with contextlib.suppress(FitError):
+                yield arranged(
+                    found.cut,
+                    found.program,
+                    found.groups,
+                    replace(found.training, at_once=count),
+                    budget_bytes=found.residency.budget_bytes,
+                    rates=rates,
+                    costs=costs,
+                )
+
+
+def may_go_together(program: Program) -> bool:
+    """Whether batches come out the same when they go through each shard side by side.
+
+    Not where the next one sees what the last one changed: buffers, and the state of the random generator.
+    """
+    random = any(is_random(op) for op in program.refined.graph.ops)
+    return program.devices == 1 and not random and not program.updates
 
 
 def _shard_counts(graph: Graph, spill: Spill, training: Training, budget_bytes: int) -> Iterator[int]:
@@ -86,10 +129,17 @@ def _shard_counts(graph: Graph, spill: Spill, training: Training, budget_bytes: 
 
 
 def _arrangements(
-    graph: Graph, spill: Spill, shards: int, training: Training, budget_bytes: int, rates: Rates, costs: Costs
+    graph: Graph,
+    spill: Spill,
+    shards: int,
+    training: Training,
+    budget_bytes: int,
+    rates: Rates,
+    costs: Costs,
+    replicas: int,
 ) -> Iterator[Arrangement | FitError]:
     def of(recomputed: Collection[int], *, move: bool) -> Arrangement | FitError:
-        made = Cut(shards=shards, recomputed=frozenset(recomputed))
+        made = Cut(shards=shards, recomputed=frozenset(recomputed), replicas=replicas)
         program = made.program(graph)
         moving = replace(training, activations_move=move)
         try:
@@ -124,10 +174,16 @@ def arranged(
     rates: Rates,
     costs: Costs,
     seconds: SegmentSeconds | None = None,
+    rank: int = 0,
 ) -> Arrangement:
-    """What is where when, for one way to cut. `seconds` are measured ones of segments, if there are any."""
-    seconds = seconds or predicted_seconds(program, costs)
-    step = step_of(program, groups, Footprints(program.refined), training, seconds)
+    """What is where when on a device, for one way to cut.
+
+    `seconds` are measured ones of segments, if there are any, and so is then what the training says of updates.
+    """
+    if seconds is None:
+        seconds = predicted_seconds(program, costs)
+        training = replace(training, update_s=lambda sizes: sum(update_seconds(costs, size) for size in sizes))
+    step = step_of(program, groups, Footprints(program.refined), training, seconds, device=rank)
     residency, forecast = plan_residency(step.stages, step.items, budget_bytes=budget_bytes, rates=rates)
     return Arrangement(
         cut=made, training=training, program=program, groups=groups, step=step, residency=residency, forecast=forecast
@@ -138,6 +194,13 @@ def predicted_seconds(program: Program, costs: Costs) -> SegmentSeconds:
     """What the passes of segments take by these costs."""
     known = segment_costs(program, costs)
     return lambda segment: (known[segment.index].forward_s, known[segment.index].backward_s)
+
+
+def update_seconds(costs: Costs, size_bytes: int) -> float:
+    """What it takes to update a parameter: four tensors are read and three written, if nothing was measured."""
+    if costs.calibration is None:
+        return 7 * size_bytes / costs.bytes_per_s
+    return interpolated(costs.calibration.optimizer, size_bytes)
 
 
 def _cheaper_made_again(kept: Arrangement, rates: Rates, costs: Costs) -> set[int]:

@@ -168,7 +168,7 @@ class Building:
         self.here_bytes += self._known[key][1]
         self.peak_bytes = max(self.peak_bytes, self.here_bytes)
         if self.here_bytes > self._budget_bytes // _SMALL:
-            return_freed_memory()
+            return_freed_memory(2 * self._budget_bytes)
 
     def _make_room(self, size: int, *, keep: set[int]) -> None:
         for key in list(self._here):

@@ -122,7 +122,7 @@ def _in_order(made: Arrangement) -> list[tuple[Segment, tuple[int, int]]]:
     return [
         (program.segments[node.segment], (node.segment, node.microbatch))
         for node in program.nodes
-        if node.kind is NodeKind.FORWARD
+        if node.kind is NodeKind.FORWARD and node.devices == (0,)
     ]
 
 
@@ -131,7 +131,7 @@ def _owners(made: Arrangement) -> tuple[dict[int, Group], list[Group]]:
     readers: dict[str, set[int]] = {}
     of = {name: group for group in made.groups.values() for name in group.parameters}
     for segment in made.program.segments:
-        for entry in segment.entries:
+        for entry in segment.entries if segment.device == 0 else ():
             if entry.source is Source.STORED and entry.tensor in of:
                 readers.setdefault(of[entry.tensor].name, set()).add(segment.index)
     own = {min(by): made.groups[name] for name, by in readers.items() if len(by) == 1}

@@ -64,7 +64,7 @@ class StoreWriter:
             size = shelf_bytes([len(data)])
             slab = Slab(size, budget=Budget(size), what="what is in no shard")
             slab.bytes[: len(data)] = data
-            self._tiers.store.write(_REST, slab.bytes, summed=True)
+            self._tiers.store.write(_REST, slab.bytes)
             del slab
             self._tiers.store.commit({"step": step, "tree": skeleton, "rest_bytes": len(data)})
             self._tiers.store.remove_unused()
@@ -99,7 +99,6 @@ def read(folder: Path) -> Any:
         if about is None:
             raise CorruptCheckpointError(f"{folder} holds no commit")
         data = memoryview(store.mapped(_REST, writable=False))
-        store.verify(_REST, data)
         rest = load(bytes(data[: int(about["rest_bytes"])]))
         del rest[""]
         return _Whole(store, writable=True).of(unflatten(about["tree"], rest))

@@ -26,7 +26,7 @@ _CALIBRATE_S = 10.0
 
 
 def look(task: Task, spill: Spill, *, memory_bytes: int, notice: Callable[[str], None]) -> SpillExplanation:
-    """How it would run on a device of this machine with so much memory."""
+    """How it would run on a device of this machine with so much memory, or on the first of those that share samples."""
     budget_bytes = memory_bytes - margin_bytes(memory_bytes)
     if budget_bytes <= 0:
         raise InputError(f"{memory_bytes:,} bytes are too few for any model; give more")
@@ -43,10 +43,13 @@ def look(task: Task, spill: Spill, *, memory_bytes: int, notice: Callable[[str],
             check_spillable(training.parts, graph)
             settings = training_of(training.parts, graph, placed(batch, training.parts))
             rates = measured_rates(Path(folder))
-            rough = arrange(graph, spill, settings, budget_bytes=budget_bytes, rates=rates)
+            replicas = spill.fixed_devices or 1
+            rough = arrange(graph, spill, settings, budget_bytes=budget_bytes, rates=rates, replicas=replicas)
             notice("measuring what its ops take")
             costs = calibrate([rough.program], budget_s=_CALIBRATE_S, threads=torch.get_num_threads(), notice=notice)
-            made = arrange(graph, spill, settings, budget_bytes=budget_bytes, rates=rates, costs=costs)
+            made = arrange(
+                graph, spill, settings, budget_bytes=budget_bytes, rates=rates, costs=costs, replicas=replicas
+            )
         finally:
             building.close()
     return summarise(made, memory_bytes=memory_bytes)

@@ -2,7 +2,7 @@
 
 Pure. A model is a row of units, one shard's forward or backward pass each, that must run one after another; any device
 may run the next one. While a unit runs, the one that will follow it on the same device is chosen, so that its shard can
-be brought meanwhile. The same rules are driven by threads that compute, and by a virtual clock.
+be brought meanwhile. The same rules are driven by processes that compute (arbiter.py), and by a virtual clock.
 """
 
 from __future__ import annotations
@@ -58,57 +58,73 @@ def at_random(seed: int) -> Pick:
 
 
 @dataclass(kw_only=True)
-class _Progress:
-    work: Work
-    unit: int = 0
-    step: int = 0
-    remaining_s: float = 0.0
-    since: int = 0
+class _Row:
+    """Units of a model that run one after another."""
+
+    units_s: tuple[float, ...]
+    after_s: float
+    """What the model has to do after them."""
+    since: int
+    place: int = 0
+    """Of the next one."""
 
     @property
     def is_last(self) -> bool:
-        """Whether its next unit is its last one."""
-        return self.step == self.work.steps - 1 and self.unit == len(self.work.units_s) - 1
+        """Whether the next one is the last of them."""
+        return self.place == len(self.units_s) - 1
+
+    @property
+    def remaining_s(self) -> float:
+        """Of the model."""
+        return sum(self.units_s[self.place :]) + self.after_s
 
 
 @dataclass(kw_only=True)
 class Pool:
     """Who runs what, and what comes next."""
 
-    works: Sequence[Work]
     pick: Pick = longest_remaining
-    _models: dict[str, _Progress] = field(init=False)
+    _rows: dict[str, _Row] = field(default_factory=dict, init=False)
     _running: dict[int, str] = field(default_factory=dict, init=False)
     _next: dict[int, str] = field(default_factory=dict, init=False)
     """device -> the model whose unit it runs, or will run next"""
     _decisions: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        self._models = {one.name: _Progress(work=one, remaining_s=one.total_s) for one in self.works if one.steps > 0}
+    def add(self, name: str, units_s: Sequence[float], *, after_s: float = 0.0) -> None:
+        """A model has units that can run now, one after another; it has so much to do after them."""
+        assert name not in self._rows
+        self._rows[name] = _Row(units_s=tuple(units_s), after_s=after_s, since=self._decisions)
 
-    def choose(self, device: int) -> tuple[str, int] | None:
-        """The model whose unit runs on this device next, and which unit that is; None if all of them are busy.
+    def choose(self, device: int) -> str | None:
+        """The model whose unit runs on this device next; None if none can.
 
-        The one that the device runs now may be the next, too, unless it runs its last unit.
+        The one that the device runs now may be the next, too, unless it runs the last of all its units.
         """
         assert device not in self._next
-        others = {*self._running.values(), *self._next.values()} - {self._running.get(device, "")}
+        here = self._running.get(device)
+        others = {*self._running.values(), *self._next.values()} - {here}
         free = [
-            Candidate(name=name, remaining_s=one.remaining_s, since=one.since)
-            for name, one in self._models.items()
-            if name not in others and not (name == self._running.get(device) and one.is_last)
+            Candidate(name=name, remaining_s=row.remaining_s, since=row.since)
+            for name, row in self._rows.items()
+            if name not in others and not (name == here and row.is_last and row.after_s <= 0)
         ]
         if not free:
             return None
-        name = self._next[device] = self.pick(free).name
+        self._next[device] = self.pick(free).name
         self._decisions += 1
-        model = self._models[name]
-        unit = model.unit + 1 if name == self._running.get(device) else model.unit
-        return name, unit % len(model.work.units_s)
+        return self._next[device]
 
-    def follows(self, device: int) -> bool:
-        """Whether a unit is chosen for a device, of a model that is still there."""
-        return device in self._next
+    def coming(self, device: int) -> str | None:
+        """The model that was chosen for a device, and has not begun there."""
+        return self._next.get(device)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a model has units: one that is chosen behind its own last one may be between two rows."""
+        return name in self._rows
+
+    def running(self, device: int) -> str | None:
+        """The model whose unit a device runs."""
+        return self._running.get(device)
 
     def began(self, device: int) -> None:
         """The unit that was chosen for a device runs now."""
@@ -116,38 +132,27 @@ class Pool:
         self._running[device] = self._next.pop(device)
 
     def ended(self, device: int) -> bool:
-        """A device's unit has run; whether that was the model's last one."""
+        """A device's unit has run; whether that was the last of those that the model had."""
         name = self._running.pop(device)
-        one = self._models[name]
-        one.remaining_s -= one.work.units_s[one.unit]
-        one.unit += 1
-        one.since = self._decisions
-        if one.unit == len(one.work.units_s):
-            one.unit, one.step = 0, one.step + 1
-        if one.step == one.work.steps:
-            del self._models[name]
+        row = self._rows[name]
+        row.place += 1
+        row.since = self._decisions
+        if row.place == len(row.units_s):
+            del self._rows[name]
             return True
         return False
 
     def leave(self, name: str) -> None:
         """A model ends early, or fails; the others go on."""
-        self._models.pop(name, None)
+        self._rows.pop(name, None)
         for table in (self._running, self._next):
             for device in [device for device, one in table.items() if one == name]:
                 del table[device]
 
-    def measured(self, name: str, units_s: Sequence[float]) -> None:
-        """What its units really take, from now on."""
-        one = self._models.get(name)
-        if one is not None:
-            work = Work(name=name, units_s=tuple(units_s), steps=one.work.steps)
-            left = sum(units_s[one.unit :]) + (work.steps - one.step - 1) * sum(units_s)
-            one.work, one.remaining_s = work, left
-
     @property
     def done(self) -> bool:
-        """Whether nothing is left."""
-        return not self._models
+        """Whether nothing can run."""
+        return not self._rows
 
 
 def lower_bound_s(works: Sequence[Work], devices: int) -> float:
@@ -160,24 +165,36 @@ def play(
 ) -> float:
     """How long a pool takes on a virtual clock. `loads_s` is what it takes to bring a unit of each model."""
     loads = loads_s or {}
-    seconds = {work.name: work.units_s for work in works}
-    pool = Pool(works=works, pick=pick)
+    steps = {work.name: work.steps for work in works}
+    of = {work.name: work for work in works}
+    pool = Pool(pick=pick)
     ends: list[tuple[float, int]] = []
-    coming: dict[int, tuple[float, float]] = {}  # device -> what the next unit takes, and when it has come
-    running: set[int] = set()
+    coming_s: dict[int, float] = {}  # device -> when what its next unit needs has come
+    places = dict.fromkeys(of, 0)
+
+    def begin_step(name: str) -> None:
+        if steps[name] > 0:
+            steps[name] -= 1
+            places[name] = 0
+            pool.add(name, of[name].units_s, after_s=steps[name] * sum(of[name].units_s))
+
+    for name in of:
+        begin_step(name)
     now_s = 0.0
     while not pool.done:
         for _ in range(2):  # one that runs, and one that comes
             for device in range(devices):
-                if device not in coming and (chosen := pool.choose(device)) is not None:
-                    name, unit = chosen
-                    coming[device] = (seconds[name][unit], now_s + loads.get(name, 0.0))
-                if device in coming and device not in running:
-                    took_s, there_s = coming.pop(device)
+                if pool.coming(device) is None and (chosen := pool.choose(device)) is not None:
+                    coming_s[device] = now_s + loads.get(chosen, 0.0)
+                coming = pool.coming(device)
+                if coming is not None and pool.is_ready(coming) and pool.running(device) is None:
                     pool.began(device)
-                    running.add(device)
-                    heapq.heappush(ends, (max(now_s, there_s) + took_s, device))
+                    took_s = of[coming].units_s[places[coming]]
+                    places[coming] += 1
+                    heapq.heappush(ends, (max(now_s, coming_s.pop(device)) + took_s, device))
         now_s, device = heapq.heappop(ends)
-        running.discard(device)
-        pool.ended(device)
+        ran = pool.running(device)
+        assert ran is not None
+        if pool.ended(device):
+            begin_step(ran)
     return now_s

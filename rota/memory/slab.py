@@ -70,6 +70,12 @@ class Budget:
             made.madvise(mmap.MADV_HUGEPAGE)
         return made
 
+    def trim(self) -> None:
+        """Give back what is kept for later."""
+        with self._lock:
+            self._spare.clear()
+            self._spare_bytes = 0
+
     def put_back(self, memory: mmap.mmap, size_bytes: int) -> None:
         """Nobody uses it any more."""
         with self._lock:

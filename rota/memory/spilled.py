@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from rota.memory.step_run import StepRun
 from rota.memory.steps import FIXED, Step, item_of
 from rota.memory.tiers import Held
 from rota.plan.program import Program
+from rota.runtime import comm
 
 
 class Spilled:
-    """A program on one device. Several may share what they hold; one at a time is entered."""
+    """One device of a program. Several programs may share what they hold; one at a time is entered."""
 
     def __init__(
         self,
@@ -29,15 +30,30 @@ class Spilled:
         step: Step,
         residency: Residency,
         batches: int = 1,
+        at_once: int = 1,
         seed: int = 0,
         plain_random: bool = True,
+        rank: int = 0,
+        groups: comm.Groups | None = None,
     ) -> None:
-        """`batches` are those of a step."""
+        """`batches` are those of a step; `groups` those of the devices that the program is for."""
         self.program = program
         self.step = step
+        self.at_once = at_once
         self.residency = residency
         self._holdings = holdings
-        self._acting = Acting(program, step, holdings, buffers, batches=batches, seed=seed, plain_random=plain_random)
+        self._acting = Acting(
+            program,
+            step,
+            holdings,
+            buffers,
+            batches=batches,
+            at_once=at_once,
+            seed=seed,
+            plain_random=plain_random,
+            rank=rank,
+            groups=groups,
+        )
         self.run = StepRun(step, residency, holdings.tiers, self._acting.act)
         self._activations = dict(self._movable_activations())
 
@@ -46,11 +62,11 @@ class Spilled:
         for act in self.step.acts:
             if act.kind != "forward":
                 continue
-            node = self.program.nodes[act.node]
-            kept = functools.partial(self._acting.device.kept, node.segment, node.microbatch)
+            node, device = self.program.nodes[act.node], self._acting.device_of(act.batch)
+            kept = functools.partial(device.kept, node.segment, node.microbatch)
             yield from self._held(item_of(act.batch, (node.segment, node.microbatch)), kept)
             for value in node.makes:
-                yield from self._held(item_of(act.batch, value), functools.partial(self._acting.device.made, value))
+                yield from self._held(item_of(act.batch, value), functools.partial(device.made, value))
 
     def _held(self, item: str, tensors: Callable[[], list[torch.Tensor]]) -> Iterator[tuple[str, Held]]:
         known = self.step.items.get(item)
@@ -72,8 +88,12 @@ class Spilled:
             del tiers.held[item]
         tiers.budget.give(self.step.items[FIXED].size_bytes)
 
-    def batch(self, batch: Any, *, place: int, number: int) -> dict[str, torch.Tensor]:
-        """One batch of a step, and with the last one the update; its metrics. `number` counts batches."""
-        self._acting.begin(batch, number=number)
-        self.run.advance(place)
-        return self._acting.end()
+    def take(self, batches: Sequence[Any], *, place: int, number: int) -> list[dict[str, torch.Tensor]]:
+        """The batches of a step from a place on, and with its last one the update; their metrics.
+
+        `number` counts batches. They are one, or as many as go through the shards at once.
+        """
+        for i, batch in enumerate(batches):
+            self._acting.begin(batch, place=place + i, number=number + i)
+        self.run.advance(place + len(batches))
+        return [self._acting.end(place + i) for i in range(len(batches))]

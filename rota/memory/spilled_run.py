@@ -25,6 +25,14 @@ class _Kept:
     offset: int
 
 
+def owning(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without what it is a view of, which would keep its memory when that is taken from it."""
+    if not tensor._is_view():
+        return tensor
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), *place)
+
+
 class SpilledSegment(SegmentRunner):
     """Keeps nothing of what other items hold, and what it does keep where it can be moved."""
 
@@ -74,6 +82,10 @@ class SpilledRun(DeviceRun):
         for (name, _), value in self._stored.items():
             self.values[value] = stored[name]
 
+    def share_code(self, other: SpilledRun) -> None:
+        """Run the same segments as another one, which has other values."""
+        self._runners = other._runners
+
     def kept(self, segment: int, microbatch: int) -> list[torch.Tensor]:
         """What a segment keeps for its backward pass."""
         return self._tapes[(segment, microbatch)].kept
@@ -85,18 +97,35 @@ class SpilledRun(DeviceRun):
     def hand_over(self, names: Iterable[str]) -> None:
         """Add complete gradients to those of the parameters, and forget them here."""
         for name in names:
-            for (_, box), values in self.program.gradients[name].items():
+            for (device, box), values in self.program.gradients[name].items():
+                if device != self.device:
+                    continue
                 parameter = self.stored(name, box)
                 gradient = total([self.values.pop(value) for value in values])
                 assert gradient is not None
-                gradient = laid_out(gradient, parameter)
+                gradient = owning(laid_out(gradient, parameter))
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:  # in place: it may lie in a slab
                     parameter.grad += gradient
 
+    def forward(self, node: Node) -> None:
+        """Run a segment; what it makes may be moved."""
+        super().forward(node)
+        for value in node.makes:
+            self.values[value] = owning(self.values[value])
+
     def _made_runner(self, segment: Segment) -> SegmentRunner:
         return SpilledSegment(segment, self.program.refined)
+
+    def _before(self, segment: Segment, node: Node) -> list[torch.Tensor | None]:
+        """What later segments have found: sums come out as the plain ones only if their terms are added one by one."""
+        return [
+            None
+            if value is None or self.program.boxes[value.box].ranges != entry.box.ranges
+            else self.values.get(value)
+            for entry, value in zip(segment.entries, node.adds, strict=True)
+        ]
 
     def _again(self, segment: Segment, node: Node) -> list[Any]:
         reads = self._forward_reads[(node.segment, node.microbatch)]

@@ -1,37 +1,75 @@
-"""Runs a task's batches on one device that has less memory than the task needs."""
+"""Runs a task's batches on a device that has less memory than the task needs, or on several that share samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
 from rota.cluster.device import format_bytes
 from rota.errors import FitError, TaskError
 from rota.graph.graph import Graph
-from rota.memory.arrange import Arrangement, arrange, arranged
+from rota.memory.arrange import Arrangement, Cut, arrange, arranged
 from rota.memory.disk import measured_rates
 from rota.memory.holdings import Holdings
 from rota.memory.keeping import StoreWriter, references
-from rota.memory.residency import Rates
+from rota.memory.residency import Item, Rates
 from rota.memory.slab import Budget
 from rota.memory.spillable import check_outputs, check_spillable, margin_bytes, training_of
 from rota.memory.spilled import Spilled
+from rota.memory.steps import Group, SegmentSeconds, Training, groups_of
 from rota.memory.store import Store
 from rota.memory.tiers import Tiers
 from rota.plan.cache import shape_of
 from rota.plan.costs import Costs
-from rota.plan.program import NodeKind, Segment
+from rota.plan.program import NodeKind, Program, Segment
 from rota.runtime.choose import graph_of
 from rota.runtime.executor import Parts, Weights, numbers_of, placed
+from rota.runtime.gang import Gang, talking
+from rota.state import files
 from rota.state.writer import Written
 from rota.store.run_folder import STORE_FOLDER
 from rota.strategies.spill import Spill
 
 _MEASURED_STEPS = 2
 """After so many steps of a shape it is known what its stages take."""
+
+
+class Way(Protocol):
+    """How batches of one kind are run."""
+
+    program: Program
+    at_once: int
+    """So many go through the shards side by side."""
+
+    def enter(self, batch: int = 0) -> None:
+        """Begin to run batches, from this one of a step on."""
+        ...
+
+    def leave(self) -> None:
+        """Have everything on disk."""
+        ...
+
+    def take(self, batches: Sequence[Any], *, place: int, number: int) -> list[dict[str, torch.Tensor]]:
+        """Batches of a step from a place on, and with its last one the update; their metrics."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What is decided with the first batch."""
+
+    cut: Cut
+    training: Training
+    groups: dict[str, Group]
+    items: Mapping[str, Item]
+    budget_bytes: int
+    way: Callable[[], Way]
+    """Made when the groups are on disk."""
+    told: str
+    """What the user should know."""
 
 
 class Spilling:
@@ -43,11 +81,15 @@ class Spilling:
         batch: Any,
         *,
         spill: Spill,
+        gang: Gang | None = None,
         graph: Graph | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """The devices of a gang have all shards each, and a part of every batch."""
         assert parts.room is not None
         self._parts = parts
+        self._gang = gang if gang is not None and gang.size > 1 else None
+        self._rank = 0 if self._gang is None else self._gang.rank
         self._room = parts.room
         self._model = parts.model
         building = parts.room.building
@@ -58,14 +100,9 @@ class Spilling:
         self._tiers = Tiers(Store(self._room.folder / STORE_FOLDER, notice=notice), Budget(0))
         self._tiers.store.recover()
         self._tiers.store.start_over()
-        training = training_of(parts, graph, batch)
-        budget_bytes = self._budget_bytes()
-        self._usual = rates = measured_rates(self._room.folder)
-        try:
-            first = arrange(graph, spill, training, budget_bytes=budget_bytes, rates=rates)
-        except FitError as error:
-            raise TaskError(self._too_small(error, budget_bytes)) from error
-        self._tiers.budget.budget_bytes = first.residency.budget_bytes
+        self._usual = measured_rates(self._room.folder)
+        first = self._open(graph, spill, training_of(parts, graph, batch))
+        self._tiers.budget.budget_bytes = first.budget_bytes
         self._cut = first.cut
         self._training = first.training
         self._groups = first.groups
@@ -78,19 +115,99 @@ class Spilling:
             self._groups,
             {name: one for name, one in names.items() if name in held},
             parts.optimizer,
-            items=first.step.items,
+            items=first.items,
             tiers=self._tiers,
             clip_norm=parts.task.clip_norm,
         )
         self._holdings.settle(building.release)
         building.close()
         self._graph = graph
-        self._ways: dict[Any, Spilled] = {self._key(batch, backward=True): self._spilled(first)}
-        self._active: Spilled | None = None
+        self._ways: dict[Any, Way] = {}
+        self._together: tuple[Any, Way] | None = None
+        """How batches of one kind go through the shards side by side."""
+        key, way = self._key(batch, backward=True), first.way()
+        if way.at_once > 1:
+            self._together = (key, way)
+            self._training = replace(self._training, at_once=1)
+        else:
+            self._ways[key] = way
+        self._active: Way | None = None
         self._steps = 0
-        notice(_told(first, self._tiers.budget.budget_bytes))
+        notice(first.told)
 
     # ---- how batches of each shape are run ----
+
+    def _open(self, graph: Graph, spill: Spill, training: Training) -> Opening:
+        """How the first batch is run, and with it what comes and goes together."""
+        made = self._first(graph, spill, training)
+        return Opening(
+            cut=made.cut,
+            training=made.training,
+            groups=made.groups,
+            items=made.step.items,
+            budget_bytes=made.residency.budget_bytes,
+            way=lambda: self._spilled(made),
+            told=_told(made, made.residency.budget_bytes),
+        )
+
+    def _first(self, graph: Graph, spill: Spill, training: Training) -> Arrangement:
+        """How the first batch is run. All devices of a gang cut alike: the leader decides."""
+        gang = self._gang
+        budget_bytes = self._budget_bytes()
+        found: Arrangement | None = None
+        refused = ""
+        if self._rank == 0:
+            replicas = 1 if gang is None else gang.size
+            try:
+                found = arrange(graph, spill, training, budget_bytes=budget_bytes, rates=self._usual, replicas=replicas)
+            except FitError as error:
+                refused = self._too_small(error, budget_bytes)
+        if gang is None:
+            told = (found.cut, found.training.activations_move) if found is not None else None
+        else:
+            told, refused = gang.told(
+                ((found.cut, found.training.activations_move) if found is not None else None, refused)
+            )
+        if told is None:
+            raise TaskError(refused)
+        if found is not None:
+            return found
+        cut, move = told
+        program = cut.program(graph)
+        return self._arranged(
+            cut,
+            program,
+            groups_of(program, self._rank),
+            replace(training, activations_move=move),
+            budget_bytes=budget_bytes,
+            rates=self._usual,
+        )
+
+    def _arranged(
+        self,
+        cut: Cut,
+        program: Program,
+        groups: dict[str, Group],
+        training: Training,
+        *,
+        budget_bytes: int,
+        rates: Rates,
+        seconds: SegmentSeconds | None = None,
+    ) -> Arrangement:
+        try:
+            return arranged(
+                cut,
+                program,
+                groups,
+                training,
+                budget_bytes=budget_bytes,
+                rates=rates,
+                costs=Costs(),
+                seconds=seconds,
+                rank=self._rank,
+            )
+        except FitError as error:
+            raise TaskError(self._too_small(error, budget_bytes)) from error
 
     def _budget_bytes(self) -> int:
         """What the device has, without what the process took since."""
@@ -112,39 +229,48 @@ class Spilling:
         trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
         return backward, modes, trained, shape_of(batch)
 
-    def _way(self, batch: Any, *, backward: bool) -> Spilled:
+    def _way(self, batch: Any, *, backward: bool) -> Way:
         key = self._key(batch, backward=backward)
         if key not in self._ways:
             graph = graph_of(self._parts, batch)
             check_outputs(graph)
-            program = self._cut.program(graph, forward_only=not backward)
-            try:
-                made = arranged(
-                    self._cut,
-                    program,
-                    self._groups,
-                    self._training if backward else replace(self._training, batches=1, clipped=False),
-                    budget_bytes=self._tiers.budget.budget_bytes,
-                    rates=self._rates,
-                    costs=Costs(),
-                )
-            except FitError as error:
-                raise TaskError(self._too_small(error, self._tiers.budget.budget_bytes)) from error
-            self._ways[key] = self._spilled(made)
+            self._ways[key] = self._other_way(
+                self._cut.program(graph, forward_only=not backward, any_size=True),
+                self._training if backward else replace(self._training, batches=1, clipped=False),
+            )
         return self._ways[key]
+
+    def _other_way(self, program: Program, training: Training) -> Way:
+        """For batches of another kind than the first."""
+        made = self._arranged(
+            self._cut,
+            program,
+            self._groups,
+            training,
+            budget_bytes=self._tiers.budget.budget_bytes,
+            rates=self._rates,
+        )
+        return self._spilled(made)
 
     def _spilled(self, made: Arrangement) -> Spilled:
         return Spilled(
             made.program,
             self._holdings,
-            {self._graph.aliases.get(name, name): one for name, one in self._model.named_buffers()},
+            self._buffers(),
             step=made.step,
             residency=made.residency,
             batches=made.training.batches,
+            at_once=made.training.at_once,
             seed=self._parts.task.seed,
+            plain_random=self._gang is None,
+            rank=self._rank,
+            groups=None if self._gang is None else self._gang.groups,
         )
 
-    def _enter(self, way: Spilled, place: int) -> None:
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {self._graph.aliases.get(name, name): one for name, one in self._model.named_buffers()}
+
+    def _enter(self, way: Way, place: int) -> None:
         if self._active is not way:
             if self._active is not None:
                 self._active.leave()
@@ -163,8 +289,36 @@ class Spilling:
         way = self._way(batch, backward=True)
         place = number % self._training.batches
         self._enter(way, place)
-        outputs = way.batch(batch, place=place, number=number)
-        return numbers_of(outputs) | dict(way.program.refined.graph.numbers)
+        with talking():
+            outputs = way.take([batch], place=place, number=number)
+        return self._metrics(way, outputs[0])
+
+    def takes_steps(self, batch: Any) -> bool:
+        """Whether several batches like this one go through the shards at once."""
+        return self._together is not None and self._key(placed(batch, self._parts), backward=True) == self._together[0]
+
+    def backward_all(self, batches: Sequence[Any], *, number: int) -> list[dict[str, float]]:
+        """All batches of a step; each shard comes once for several of them."""
+        assert self._together is not None
+        placed_ = [placed(batch, self._parts) for batch in batches]
+        key, way = self._together
+        if any(self._key(batch, backward=True) != key for batch in placed_):
+            return [self.backward(batch, number=number + i) for i, batch in enumerate(batches)]
+        self._enter(way, 0)
+        found = []
+        for place in range(0, len(batches), way.at_once):
+            some = placed_[place : place + way.at_once]
+            found += [self._metrics(way, one) for one in way.take(some, place=place, number=number + place)]
+        return found
+
+    def _metrics(self, way: Way, outputs: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """All of them, on every device."""
+        graph, mine = way.program.refined.graph, numbers_of(outputs)
+        if self._gang is not None:
+            names = list(graph.outputs)
+            summed = self._gang.sum(torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64))
+            mine = dict(zip(names, summed.tolist(), strict=True))
+        return mine | dict(graph.numbers)
 
     def update(self) -> None:
         """All groups were updated on the way; what that took is looked at."""
@@ -177,8 +331,9 @@ class Spilling:
         batch = placed(batch, self._parts)
         way = self._way(batch, backward=False)
         self._enter(way, 0)
-        outputs = way.batch(batch, place=0, number=0)
-        return numbers_of(outputs) | dict(way.program.refined.graph.numbers)
+        with talking():
+            outputs = way.take([batch], place=0, number=0)
+        return self._metrics(way, outputs[0])
 
     # ---- what was measured ----
 
@@ -189,36 +344,43 @@ class Spilling:
     def _look_again(self) -> None:
         """Plan once more what is where when, with what stages and moves really take."""
         way = self._active
-        assert way is not None
+        assert isinstance(way, Spilled)
         taken: dict[tuple[int, NodeKind], float] = {}
+        updates: dict[tuple[int, ...], float] = {}
         for act, took_s in zip(way.step.acts, way.run.stage_s, strict=True):
-            if act.kind != "update":
+            if act.kind in ("forward", "backward"):
                 node = way.program.nodes[act.node]
                 taken[(node.segment, node.kind)] = took_s
+            elif act.kind == "update":
+                updates[self._groups[act.group].sizes_bytes] = took_s
 
         def seconds(segment: Segment) -> tuple[float, float]:
             return taken[(segment.index, NodeKind.FORWARD)], taken.get((segment.index, NodeKind.BACKWARD), 0.0)
 
-        made = arranged(
+        made = self._arranged(
             self._cut,
             way.program,
             self._groups,
-            self._training,
+            replace(self._training, at_once=way.at_once, update_s=lambda sizes: updates.get(sizes, 0.0)),
             budget_bytes=self._tiers.budget.budget_bytes,
             rates=self._rates,
-            costs=Costs(),
             seconds=seconds,
         )
         if made.residency != way.residency:
             way.leave()
             self._active = None
-            key = next(key for key, one in self._ways.items() if one is way)
-            self._ways[key] = self._spilled(made)
+            if self._together is not None and self._together[1] is way:
+                self._together = (self._together[0], self._spilled(made))
+            else:
+                key = next(key for key, one in self._ways.items() if one is way)
+                self._ways[key] = self._spilled(made)
 
     # ---- state ----
 
-    def weights(self, *, between_steps: bool) -> Weights:
-        """References to what is in the store, and what is not there itself."""
+    def weights(self, *, between_steps: bool) -> Weights | None:
+        """References to what is in the store, and what is not there itself; all devices have the same."""
+        if self._rank > 0:
+            return None
         if not between_steps and self._active is not None:
             self._active.leave()  # gradients that wait for the rest of the step are written, too
             self._active = None
@@ -279,12 +441,17 @@ class Spilling:
     def close(self) -> None:
         """End the threads that move, and let go of the files."""
         self._tiers.close()
+        if self._rank > 0:
+            files.remove(self._room.folder)
 
 
 def _told(made: Arrangement, budget_bytes: int) -> str:
     read, written = map(format_bytes, made.residency.moved_bytes)
     again = f", {len(made.cut.recomputed)} of them computed again" if made.cut.recomputed else ""
+    if made.training.at_once > 1:
+        again += f", each for {made.training.at_once} batches at once"
+    shards = sum(segment.device == 0 for segment in made.program.segments)
     return (
-        f"spill: {len(made.program.segments)} shards{again}; a step reads {read} and writes {written} "
+        f"spill: {shards} shards{again}; a step reads {read} and writes {written} "
         f"with {format_bytes(budget_bytes)} for weights, gradients, moments and activations"
     )

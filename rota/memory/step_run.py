@@ -67,9 +67,9 @@ class StepRun:
                 self._tiers.admit(item)
         self._tiers.empty()
 
-    def advance(self, batch: int) -> None:
-        """All stages of a batch."""
-        while self._position < len(self._step.stages) and self._step.acts[self._position].batch == batch:
+    def advance(self, until: int) -> None:
+        """All stages of the batches before this one."""
+        while self._position < len(self._step.stages) and self._step.acts[self._position].batch < until:
             self._stage(self._position)
             self._position += 1
         if self._position == len(self._step.stages):

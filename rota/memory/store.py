@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rota.errors import CheckpointError, CorruptCheckpointError
 from rota.memory.slab import ALIGNMENT
 from rota.state.files import make_private_folder, replacing
 
-_FORMAT = 1
+_FORMAT = 2
 _RECORD = "commit.json"
 _CHUNK_BYTES = 8 * 2**20
 """Read or written in one call, so that a request ends soon when it is to end."""
@@ -35,8 +37,7 @@ class Version:
 
     slot: int
     size_bytes: int
-    checksum: int | None = None
-    """Of what will be committed; what is written over in the next step is not summed."""
+    checksum: int
 
 
 class Store:
@@ -59,7 +60,7 @@ class Store:
         """Whether there is a version of it."""
         return item in self._current
 
-    def write(self, item: str, data: memoryview, *, summed: bool = False) -> None:
+    def write(self, item: str, data: memoryview) -> None:
         """A new version, which is read from now on. The last commit keeps its own."""
         assert len(data) % ALIGNMENT == 0
         committed = self._committed.get(item)
@@ -70,8 +71,7 @@ class Store:
             while done < len(data):
                 done += os.pwrite(handle, data[done : done + _CHUNK_BYTES], done)
         self._unsynced.add((item, slot))
-        checksum = zlib.crc32(data) if summed else None
-        self._current[item] = Version(slot=slot, size_bytes=len(data), checksum=checksum)
+        self._current[item] = Version(slot=slot, size_bytes=len(data), checksum=checksum(data))
 
     def read(self, item: str, into: memoryview) -> None:
         """The last version; CorruptCheckpointError if it is not as it was written."""
@@ -91,17 +91,19 @@ class Store:
                         "go on from another checkpoint"
                     )
                 done += count
+        self._verify(item, version, into)
 
-    def verify(self, item: str, data: memoryview) -> None:
-        """CorruptCheckpointError if what was read is not what was committed."""
-        version = self._current[item]
-        if version.checksum is not None and zlib.crc32(data) != version.checksum:
+    def _verify(self, item: str, version: Version, data: memoryview) -> None:
+        if checksum(data) != version.checksum:
             raise CorruptCheckpointError(
                 f"{self._path(item, version.slot)} was altered since it was written; go on from another checkpoint"
             )
 
     def mapped(self, item: str, *, writable: bool) -> mmap.mmap:
-        """The last version as memory that is read when it is touched; what is written to it stays in memory."""
+        """The last version as memory that is read when it is touched; what is written to it stays in memory.
+
+        CorruptCheckpointError if it is not as it was written.
+        """
         version = self._current[item]
         path = self._path(item, version.slot)
         with _told(f"{item} cannot be read from {self._folder}"), open(path, "rb") as file:
@@ -110,9 +112,12 @@ class Store:
                     f"{path} has less than the {version.size_bytes} bytes that were committed; "
                     "go on from another checkpoint"
                 )
-            return mmap.mmap(
+            found = mmap.mmap(
                 file.fileno(), version.size_bytes, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
             )
+        with memoryview(found) as data:
+            self._verify(item, version, data)
+        return found
 
     # ---- commits ----
 
@@ -149,10 +154,8 @@ class Store:
                     "go on with that version"
                 )
             found = {
-                str(item): Version(
-                    slot=int(slot), size_bytes=int(size), checksum=None if checksum is None else int(checksum)
-                )
-                for item, (slot, size, checksum) in plain["items"].items()
+                str(item): Version(slot=int(slot), size_bytes=int(size), checksum=int(summed))
+                for item, (slot, size, summed) in plain["items"].items()
             }
             about = dict(plain["about"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -206,6 +209,15 @@ class Store:
                     "page cache, which may be slower and takes memory of its own"
                 )
             return os.open(path, flags, 0o600)
+
+
+def checksum(data: memoryview) -> int:
+    """Of whole pages: a bit that is not as it was changes it, and so does a page at another place.
+
+    Each page is added up and only the sums are hashed, so that it takes as long as to look at the data once.
+    """
+    pages: Any = np.frombuffer(data, dtype=np.uint64).reshape(-1, ALIGNMENT // 8)
+    return zlib.crc32(pages.sum(axis=1, dtype=np.uint64).tobytes())
 
 
 @contextlib.contextmanager

@@ -99,11 +99,12 @@ class Tiers:
         assert item not in self._changed, item
         self.held[item].detach()
 
-    def begin_write(self, item: str) -> None:
+    def begin_write(self, item: str) -> Future[None]:
         """It leaves, and stays on disk."""
         slab = self.held[item].detach()
-        self._leaving[item] = self._mover.write(item, slab)
+        self._leaving[item] = future = self._mover.write(item, slab)
         self._changed.discard(item)
+        return future
 
     def finish_write(self, item: str) -> None:
         """Wait until its memory is free."""

@@ -64,7 +64,7 @@ class Replay:
         self._costs = costs
         self._segments = segment_costs(program, costs)
         at_work = len({device for node in program.nodes for device in node.devices})
-        self._crowding = _interpolated(self._known.crowding, max(1, at_work))
+        self._crowding = interpolated(self._known.crowding, max(1, at_work))
         self._rate = 1.0 - min(0.95, self._known.overlap_share)
         """How fast a device computes while something is under way."""
         self._clock = [self._known.node.step_s] * program.devices
@@ -292,7 +292,7 @@ def _link(known: Calibration, kind: Kind, group: int) -> LinkCost:
 def _optimizer_seconds(program: Program, known: Calibration) -> list[float]:
     """Of each device: to update its parameters."""
     found = [0.0] * program.devices
-    update_s = functools.cache(functools.partial(_interpolated, known.optimizer))
+    update_s = functools.cache(functools.partial(interpolated, known.optimizer))
     for name in program.gradients:
         width = element_bytes(program.refined, name)
         for piece in program.stored[name]:
@@ -300,7 +300,7 @@ def _optimizer_seconds(program: Program, known: Calibration) -> list[float]:
     return found
 
 
-def _interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
+def interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
     """Between the points on straight lines, and beyond them in the direction of the last two."""
     if len(points) == 1:
         return points[0][1]

@@ -44,7 +44,7 @@ _ORDER = (
 @contextlib.contextmanager
 def progress_observer(console: Console | None = None) -> Iterator[Observer]:
     """An observer for the controller that shows what happens on `console` (standard error by default)."""
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, emoji=False)
     if not (console.is_terminal or console.is_jupyter):
         yield PlainProgress(console)
         return
@@ -59,7 +59,7 @@ def progress_observer(console: Console | None = None) -> Iterator[Observer]:
 @contextlib.contextmanager
 def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """Shows what is being found out before a run: (what, how many are done, of how many)."""
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, emoji=False)
     if not (console.is_terminal or console.is_jupyter):
 
         def say(what: str, done: int, total: int) -> None:

@@ -28,7 +28,7 @@ class Table:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=_TEXT_WIDTH, color_system=None).print(self.__rich__())
+        Console(file=out, width=_TEXT_WIDTH, color_system=None, emoji=False).print(self.__rich__())
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
     __repr__ = __str__

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rota.errors import CaptureError, RotaError
 from rota.graph.graph import Graph
@@ -15,8 +17,13 @@ from rota.runtime.probe import Steps
 from rota.runtime.ranking import rank
 from rota.runtime.training import Training
 from rota.strategies.base import describe, find
+from rota.strategies.data import data
 from rota.strategies.single import single
-from rota.strategies.spill import spill
+from rota.strategies.spill import Spill, spill
+
+if TYPE_CHECKING:
+    from rota.memory.arrange import Arrangement
+    from rota.memory.residency import Rates
 
 _LIKELY = 3
 _KEPT = 2
@@ -73,28 +80,61 @@ def predicted(
     return estimates + _of_users(graph, training, counts, memory_bytes, steps, strategies, ranked.costs, notice)
 
 
-def spilled(graph: Graph, training: Training, batch: Any, notice: Notice) -> list[Estimate]:
-    """One device that has less memory than the task needs, if that can be."""
-    from rota.memory.arrange import arrange
+def spilled(
+    graph: Graph, training: Training, batch: Any, counts: Sequence[int], budget_s: float, notice: Notice
+) -> list[Estimate]:
+    """Devices that have less memory than the task needs, alone or each with a part of the samples."""
+    from rota.calibrate.calibrate import calibrate
     from rota.memory.disk import measured_rates
-    from rota.memory.spillable import check_spillable, margin_bytes, training_of
+    from rota.memory.spillable import check_spillable
 
-    parts = training.parts
-    assert parts.room is not None
-    memory_bytes = parts.room.memory_bytes
+    room = training.parts.room
+    assert room is not None
+    found = []
+    costs: Costs | None = None
     try:
-        check_spillable(parts, graph)
-        made = arrange(
-            graph,
-            spill(),
-            training_of(parts, graph, batch),
-            budget_bytes=memory_bytes - margin_bytes(memory_bytes),
-            rates=measured_rates(parts.room.folder),
-        )
+        check_spillable(training.parts, graph)
+        rates = measured_rates(room.folder)
     except RotaError as error:
         notice(f"spill: {error}")
         return []
-    return [_estimate(training, str(spill()), 1, made.forecast.step_s, memory_bytes, None)]
+    for count in counts:
+        strategy = spill() if count == 1 else data(count) * spill()
+        try:
+            if costs is None:
+                rough = _arranged(graph, training, batch, strategy, count, rates, None)
+                costs = calibrate([rough.program], budget_s=budget_s, threads=torch.get_num_threads())
+            made = _arranged(graph, training, batch, strategy, count, rates, costs)
+        except RotaError as error:
+            notice(f"{strategy}: {error}")
+            continue
+        found.append(_estimate(training, str(strategy), count, made.forecast.step_s, room.memory_bytes, None))
+    return found
+
+
+def _arranged(
+    graph: Graph,
+    training: Training,
+    batch: Any,
+    strategy: Spill,
+    count: int,
+    rates: Rates,
+    costs: Costs | None,
+) -> Arrangement:
+    from rota.memory.arrange import arrange
+    from rota.memory.spillable import margin_bytes, training_of
+
+    room = training.parts.room
+    assert room is not None
+    return arrange(
+        graph,
+        strategy,
+        training_of(training.parts, graph, batch),
+        budget_bytes=room.memory_bytes - margin_bytes(room.memory_bytes),
+        rates=rates,
+        costs=costs,
+        replicas=count,
+    )
 
 
 def _scale(training: Training, steps: Steps | None, alone_s: float) -> float:

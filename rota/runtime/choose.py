@@ -17,6 +17,7 @@ from rota.profile.estimate import WORTH_S
 from rota.runtime.alone import Alone
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
+from rota.runtime.one_device import spills
 from rota.runtime.planned import Planned
 from rota.runtime.ranking import rank
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
@@ -39,6 +40,10 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
     if hasattr(strategy, "execute"):  # it makes no plan: PyTorch's own, or a technique
         executor: Executor = strategy.execute(parts, batch, gang=gang, notice=notice)
         return executor
+    if spills(strategy):
+        from rota.memory.spilling import Spilling
+
+        return Spilling(parts, batch, spill=strategy, gang=gang, notice=notice)
     if strategy != "auto":
         made = find(strategy) if isinstance(strategy, str) else strategy
         graph = graph_of(parts, batch)

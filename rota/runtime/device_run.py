@@ -155,11 +155,16 @@ class DeviceRun:
                 loss = self._graph.tensors[segment.exits[i].tensor]
                 parts.append(torch.ones(loss.shape, dtype=getattr(torch, loss.dtype)) / self._shares)
             gradients.append(total(parts))
-        again = self._again(segment, node)
-        found = self._runner(node.segment).backward(tape, gradients, values=again, place=self._place(node))
+        again, before = self._again(segment, node), self._before(segment, node)
+        found = self._runner(node.segment).backward(
+            tape, gradients, values=again, place=self._place(node), before=before
+        )
         del tape, gradients, again
-        for entry, value, gradient in zip(segment.entries, node.adds, found, strict=True):
-            if value is not None and gradient is not None:
+        for i, (entry, value, gradient) in enumerate(zip(segment.entries, node.adds, found, strict=True)):
+            if value is not None and before and before[i] is not None:
+                assert gradient is not None
+                self.values[value] = gradient
+            elif value is not None and gradient is not None:
                 crossing = value.microbatch == ONCE
                 box = self._global(entry.box, entry.coordinate, node.microbatch) if crossing else entry.box
                 self._add(value, gradient, box, entry.tensor)
@@ -206,6 +211,10 @@ class DeviceRun:
     def _again(self, segment: Segment, node: Node) -> list[Any]:
         """The entries that a backward pass needs."""
         return self._inputs(segment, node, everything=segment.recompute)
+
+    def _before(self, segment: Segment, node: Node) -> list[torch.Tensor | None]:
+        """For each entry what its gradient is added to within the backward pass; if nothing, it is added after it."""
+        return []
 
     def _inputs(self, segment: Segment, node: Node, *, everything: bool = True) -> list[Any]:
         """The tensors of a segment's entries; None for one that the node does not need."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -85,6 +85,19 @@ class Executor(Protocol):
 
     def weights(self, *, between_steps: bool) -> Weights | None:
         """Everything, whole; None in a process that follows."""
+        ...
+
+
+@runtime_checkable
+class TakesSteps(Protocol):
+    """An executor that can do better with all batches of a step at once."""
+
+    def takes_steps(self, batch: Any) -> bool:
+        """Whether that is so with batches like this one."""
+        ...
+
+    def backward_all(self, batches: Sequence[Any], *, number: int) -> list[dict[str, float]]:
+        """What `backward` does, for all batches of a step; the metrics of each."""
         ...
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 """In the environment of a process: large memory comes in pages of 2 MiB, which is faster where it is always new."""
 _M_MMAP_THRESHOLD = -3
-_LARGE_BYTES = 2**20
+_SMALL_BYTES, _LARGE_BYTES = 2**16, 2**20
+_SHARE = 1 / 4096
+"""Of the memory of a device: tensors from that size on, within these bounds, are given back when they are freed."""
 _USUAL_BYTES = 32 * 2**20
 """Where glibc ends up by itself."""
 
@@ -51,13 +53,13 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def return_freed_memory() -> None:
-    """From now on, give the memory of large tensors back to the system when they are freed.
+def return_freed_memory(memory_bytes: int) -> None:
+    """From now on, give the memory of tensors that are large for a device back to the system when they are freed.
 
     What is kept for the next ones cannot be used for anything else, and there can be more of it than of what is in use
     (glibc). Memory that is always new takes time; where workers are started with huge pages, little of it.
     """
-    _set_malloc(_LARGE_BYTES)
+    _set_malloc(min(_LARGE_BYTES, max(_SMALL_BYTES, int(_SHARE * memory_bytes))))
 
 
 def keep_freed_memory() -> None:

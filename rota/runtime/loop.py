@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +22,9 @@ from rota.state import checkpoint, files
 from rota.state.writer import CheckpointWriter, Saver, Written
 from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER
 from rota.task import Task
+
+if TYPE_CHECKING:
+    from rota.memory.pooling import Seat
 
 _SAVE_EVERY_S = 30.0
 # Saving may cost this share of the time; where it is slow, it happens less often.
@@ -63,8 +66,11 @@ class Loop:
         surroundings: Surroundings,
         gang: Gang | None = None,
         memory_bytes: int = 0,
+        seat: Seat | None = None,
     ) -> None:
+        """`seat` is that of a task which shares devices with others, shard by shard."""
         self._task = task
+        self._seat = seat
         self._attempt = attempt
         self._folder = folder
         self._device = device
@@ -74,8 +80,7 @@ class Loop:
         self._memory_bytes = memory_bytes
         self._metrics = MetricsLog(task.name, attempt, surroundings.report)
         self._writer: Saver = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
-        alone = gang is None or gang.size == 1
-        self._room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes) if alone else None
+        self._room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes, gang=gang)
         self._while_running = contextlib.ExitStack()
         self._saved_at_s = time.perf_counter()
         self._saved_at_step = 0
@@ -159,16 +164,24 @@ class Loop:
         if isinstance(executor, KeepsItself):
             self._writer.wait()
             self._writer = executor.writer(self._written)
-            limits.return_freed_memory()
+            limits.return_freed_memory(self._memory_bytes)
             self._while_running.callback(limits.keep_freed_memory)
             self._while_running.callback(executor.close)
-            # It counts its own bytes; what allocators take beside them must not end it.
             limits.give_back()
-            self._while_running.enter_context(limits.limited(self._memory_bytes * 11 // 10 + _ALLOCATORS_BYTES))
+            if self._seat is None:  # otherwise the arbiter counts, and what lies between shards is on no device
+                # It counts its own bytes; what allocators take beside them must not end it.
+                self._while_running.enter_context(limits.limited(self._memory_bytes * 11 // 10 + _ALLOCATORS_BYTES))
+            else:
+                self._while_running.enter_context(limits.lifted())
         return executor
 
     def _chosen(self, parts: Parts, batch: Any) -> Executor:
         notice = self._notice if self._leads else (lambda text: None)
+        if self._seat is not None:
+            from rota.memory.pooling import Pooling
+
+            batches = self._total_steps * self._task.accumulate
+            return Pooling(parts, batch, seat=self._seat, total_batches=batches, notice=notice)
         if self._gang is None:
             return choose_alone(parts, batch, notice=notice)
         from rota.runtime.choose import choose

@@ -11,23 +11,37 @@ import torch
 from rota.errors import CaptureError, TaskError
 from rota.runtime.executor import Eager, Executor, Parts, Room
 from rota.runtime.limits import anonymous_bytes
+from rota.state import files
+from rota.state.files import make_private_folder
 from rota.task import Task
 
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
+    from rota.runtime.gang import Gang
 
 _BUILDING_FOLDER = ".building"
+_FOLLOWER = ".rank-"
+"""With its number: where a process that follows another one has what leaves its memory."""
 TIGHT = 0.5
 """Of a device's memory: where a model with gradients and moments takes more than that, one looks before one runs."""
 
 
-def room_of(task: Task, *, device: torch.device, folder: Path, memory_bytes: int) -> Room | None:
-    """For a task with one device that may be larger than that."""
-    may_spill = task.strategy == "auto" or spills(task.strategy)
+def room_of(
+    task: Task, *, device: torch.device, folder: Path, memory_bytes: int, gang: Gang | None = None
+) -> Room | None:
+    """For a task that may be larger than its device."""
+    may_spill = spills(task.strategy) or (task.strategy == "auto" and (gang is None or gang.size == 1))
     if not may_spill or device.type != "cpu" or not memory_bytes:
         return None
     from rota.memory.building import Building
 
+    if gang is not None and not gang.leads:
+        folder = folder / f"{_FOLLOWER}{gang.rank}"
+        files.remove(folder)
+        make_private_folder(folder)
+    elif gang is None or gang.size == 1:
+        for left in folder.glob(f"{_FOLLOWER}*"):  # by one that was killed
+            files.remove(left)
     building = Building(folder / _BUILDING_FOLDER, budget_bytes=memory_bytes // 2)
     building.close()  # what a killed process left
     return Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=folder, building=building)

@@ -16,7 +16,7 @@ from rota.errors import TaskError
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
 from rota.profile.store import Known
-from rota.runtime.executor import KeepsItself
+from rota.runtime.executor import KeepsItself, Room
 from rota.runtime.gang import Gang
 from rota.runtime.limits import lifted
 from rota.runtime.one_device import TIGHT, choose_alone, room_of, state_bytes
@@ -281,7 +281,8 @@ def _estimates(
     elif 1 in counts and graph is not None and training.parts.room is not None:
         from rota.runtime import candidates
 
-        found[:0] = candidates.spilled(graph, training, batch, notice)
+        counts = (1, *(several if training.task.strategy == "auto" and searched else ()))
+        found[:0] = candidates.spilled(graph, training, batch, counts, _LEAST_S, notice)
     return tuple(found), searched
 
 
@@ -298,19 +299,33 @@ def try_out(
             return made[0]
         from rota.runtime.choose import choose
 
-        return choose(parts, batch, gang=gang, steps=0, memory_bytes=memory_bytes, notice=lambda text: None)
+        made.append(choose(parts, batch, gang=gang, steps=0, memory_bytes=memory_bytes, notice=lambda text: None))
+        return made[0]
 
     if gang is None:
         room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes)
         training = Training(task, device=device, choose=choice, watch=watch, room=room)
-        try:
-            with lifted() if room is not None and room.building.away else contextlib.nullcontext():
-                return timed(training, begun_s=begun_s, watch=watch)
-        finally:
-            if made and isinstance(made[0], KeepsItself):
-                made[0].close()
-                files.remove(folder / STORE_FOLDER)
-    training = Training(task, device=device, choose=choice, watch=watch)
+        with _roomy(room), _ending(made, folder):
+            return timed(training, begun_s=begun_s, watch=watch)
+    room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes, gang=gang)
+    training = Training(task, device=device, choose=choice, watch=watch, room=room)
     watch("waiting for the other devices of the task")
     gang.meet(timeout_s=task.setup_timeout_s)
-    return timed(training, begun_s=begun_s, watch=watch, more=lambda wish: gang.agree(wish)[0])
+    with _roomy(room), _ending(made, folder):
+        return timed(training, begun_s=begun_s, watch=watch, more=lambda wish: gang.agree(wish)[0])
+
+
+def _roomy(room: Room | None) -> contextlib.AbstractContextManager[None]:
+    """What is larger than memory counts its own bytes."""
+    return lifted() if room is not None and room.building.away else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _ending(made: Sequence[Any], folder: Path) -> Iterator[None]:
+    """Leave nothing behind of an executor that has files of its own."""
+    try:
+        yield
+    finally:
+        if made and isinstance(made[0], KeepsItself):
+            made[0].close()
+            files.remove(folder / STORE_FOLDER)

@@ -93,12 +93,17 @@ class SegmentRunner:
         *,
         values: Sequence[torch.Tensor | None] = (),
         place: Place | None = None,
+        before: Sequence[torch.Tensor | None] = (),
     ) -> list[torch.Tensor | None]:
-        """The gradient of each entry. `values` are the entries that it needs again: all if it is recomputed."""
+        """The gradient of each entry. `values` are the entries that it needs again: all if it is recomputed.
+
+        `before` is what others have found of an entry's gradient, to which this is added term by term, as autograd does
+        it when it differentiates all in one go.
+        """
         if self._trial is None:
-            return self._backward(tape, gradients, values, place)
+            return self._backward(tape, gradients, values, place, before)
         with self._trial.timing(ends=True):
-            return self._backward(tape, gradients, values, place)
+            return self._backward(tape, gradients, values, place, before)
 
     def _backward(
         self,
@@ -106,6 +111,7 @@ class SegmentRunner:
         gradients: Sequence[torch.Tensor | None],
         values: Sequence[torch.Tensor | None],
         place: Place | None,
+        before: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
         if self.segment.recompute:
             assert place is not None
@@ -118,6 +124,11 @@ class SegmentRunner:
             (exit[0], gradient.to(exit[1]))
             for exit, gradient in zip(tape.exits, gradients, strict=True)
             if exit is not None and gradient is not None
+        ]
+        wanted += [
+            (edge, term)
+            for edge, term in zip(tape.entries, before, strict=bool(before))
+            if edge is not None and term is not None
         ]
         found: Sequence[torch.Tensor | None] = [None] * len(entries)
         if wanted and entries:

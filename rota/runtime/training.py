@@ -11,7 +11,7 @@ import torch
 
 from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
-from rota.runtime.executor import Eager, Executor, Parts, Room, check_finite
+from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, check_finite
 from rota.runtime.user_code import calling
 from rota.state import rng
 from rota.task import Data, Task
@@ -87,23 +87,37 @@ class Training:
     # ---- training ----
 
     def train_batch(self) -> dict[str, float] | None:
-        """Train on one batch. The step's metrics, if this batch completed a step, else None."""
-        with calling("reading the training data"):
-            batch, _ = self.cursor.next()
+        """Train on one batch, or on those of a step. The step's metrics, if that completed a step, else None."""
+        batches = [self._next_batch()]
         if self._run is None:
-            self._begin(batch)
-        assert self._run is not None
+            self._begin(batches[0])
+        run = self._run
+        assert run is not None
+        number = self.step * self.task.accumulate + self.batches
+        at_once = self.batches == 0 and isinstance(run, TakesSteps) and run.takes_steps(batches[0])
+        if at_once:
+            batches += [self._next_batch() for _ in range(self.task.accumulate - 1)]
         if self.batches == 0:
-            self._run.zero_grad()
+            run.zero_grad()
         with calling("the loss function"):
-            metrics = self._run.backward(batch, number=self.step * self.task.accumulate + self.batches)
-            check_finite(metrics, kind="training", step=self.step + 1)
-        for name, value in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        self.batches += 1
+            if at_once:
+                assert isinstance(run, TakesSteps)
+                found = run.backward_all(batches, number=number)
+            else:
+                found = [run.backward(batches[0], number=number)]
+            for metrics in found:
+                check_finite(metrics, kind="training", step=self.step + 1)
+        for metrics in found:
+            for name, value in metrics.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
+        self.batches += len(batches)
         if self.batches < self.task.accumulate:
             return None
         return self._take_step()
+
+    def _next_batch(self) -> Any:
+        with calling("reading the training data"):
+            return self.cursor.next()[0]
 
     def _take_step(self) -> dict[str, float]:
         task = self.task

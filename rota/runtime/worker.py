@@ -50,6 +50,7 @@ from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
 if TYPE_CHECKING:
     import torch
 
+    from rota.memory.pooling import Seat
     from rota.runtime.gang import Gang
     from rota.runtime.loop import Loop, Surroundings
 
@@ -68,6 +69,10 @@ class WorkerSettings:
     cores: tuple[int, ...]
     memory_bytes: int
     parent: int
+    pool_socket: int = -1
+    """Where the worker of one task in a pool takes its turns."""
+    pool_cores: tuple[tuple[int, ...], ...] = ()
+    """Of each of the pool's devices."""
 
 
 class Worker:
@@ -110,7 +115,8 @@ class Worker:
 
         if self._settings.kind == "cuda":
             return torch.device("cuda", 0)  # CUDA_VISIBLE_DEVICES shows this worker its own GPU only
-        torch.set_num_threads(max(1, len(self._settings.cores)))
+        cores = self._settings.pool_cores[0] if self._settings.pool_cores else self._settings.cores
+        torch.set_num_threads(max(1, len(cores)))
         torch.set_num_interop_threads(1)
         return torch.device("cpu")
 
@@ -216,6 +222,7 @@ class Worker:
                     surroundings=surroundings,
                     gang=gang,
                     memory_bytes=self._settings.memory_bytes,
+                    seat=_seat_of(self._settings),
                 )
                 outcome = loop.run()
                 if follows:
@@ -421,6 +428,16 @@ def _unpickle(payload: bytes, name: str) -> Any:
         return cloudpickle.loads(payload)
 
 
+def _seat_of(settings: WorkerSettings) -> Seat | None:
+    """Of a worker whose task shares devices with others; it has one task in its life."""
+    if settings.pool_socket < 0:
+        return None
+    from rota.memory.pooling import Seat
+    from rota.memory.turns import Turns
+
+    return Seat(turns=Turns(socket.socket(fileno=settings.pool_socket)), cores=settings.pool_cores)
+
+
 def _arrived(task: Any) -> Any:
     """The task with the strategy that its label names."""
     from rota.techniques import arrived
@@ -446,7 +463,8 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     """Start as the process of one device."""
     fields = json.loads(sys.argv[1])
-    settings = WorkerSettings(**{**fields, "cores": tuple(fields["cores"])})
+    pool_cores = tuple(tuple(cores) for cores in fields["pool_cores"])
+    settings = WorkerSettings(**{**fields, "cores": tuple(fields["cores"]), "pool_cores": pool_cores})
     _die_with(settings.parent)
     # The terminal sends Ctrl-C to every process; only the controller acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,6 +7,7 @@ from rota.strategies.dap import dap
 from rota.strategies.data import data
 from rota.strategies.interlaced import interlaced
 from rota.strategies.pipeline import pipeline
+from rota.strategies.pool import pool
 from rota.strategies.recycled import recycled
 from rota.strategies.single import single
 from rota.strategies.spill import spill
@@ -23,6 +24,7 @@ __all__ = [
     "interlaced",
     "names",
     "pipeline",
+    "pool",
     "recycled",
     "single",
     "spill",

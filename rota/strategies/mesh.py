@@ -168,7 +168,7 @@ class Recipe:
 
     def __mul__(self, other: Recipe | Product) -> Product:
         """Both, each along its own axis."""
-        return Product(recipes=(self,)) * other
+        return NotImplemented if not isinstance(other, Recipe | Product) else Product(recipes=(self,)) * other
 
     @property
     def fixed_devices(self) -> int | None:
@@ -199,6 +199,8 @@ class Product:
 
     def __mul__(self, other: Recipe | Product) -> Product:
         """One more."""
+        if not isinstance(other, Recipe | Product):
+            return NotImplemented
         return Product(recipes=(*self.recipes, *(other.recipes if isinstance(other, Product) else (other,))))
 
     def __str__(self) -> str:

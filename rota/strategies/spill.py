@@ -1,16 +1,20 @@
-"""Spill: one device trains a model that does not fit into its memory; shards of it come and go."""
+"""Spill: a device trains a model that does not fit into its memory; shards of it come and go."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rota.errors import InputError
-from rota.graph.graph import Graph
+from rota.graph.graph import Graph, Role
+from rota.graph.positional import is_random
 from rota.memory.shards import Shard, cut_into_shards
-from rota.plan.plan import Plan
+from rota.plan.box import Box
+from rota.plan.plan import At, Plan
 from rota.strategies.base import register
+from rota.strategies.data import Data, data
 
 Activations = Literal["auto", "keep", "spill", "recompute"]
 _USUAL_SHARDS = 16
@@ -18,7 +22,7 @@ _USUAL_SHARDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Spill:
-    """Cuts a model into shards on one device."""
+    """Cuts a model into shards on a device, or on each of the devices that share the samples of a batch."""
 
     shards: int | None = None
     """About how many: cuts are where little is alive. None: as many as suit the memory."""
@@ -26,28 +30,94 @@ class Spill:
     """What happens to what a shard makes for its backward pass: it stays, it leaves where there is no room for it, it
     is made again; or whatever of that is fastest."""
 
-    fixed_devices = 1
+    among: Data | None = None
+    """How devices share the samples, if several do; each of them has all shards."""
+
     spills = True
     """It runs in less memory than its plan needs."""
 
+    @property
+    def fixed_devices(self) -> int | None:
+        """How many devices it needs; None if it takes any number."""
+        return 1 if self.among is None else self.among.degree
+
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """A plan whose segments are the shards."""
-        if devices != 1:
-            raise InputError(f"spill is for one device, not {devices}; give the task one, or use another strategy")
+        if self.fixed_devices not in (None, devices):
+            hint = "; several share the samples with data * spill" if self.among is None else ""
+            raise InputError(f"{self} is for {self.fixed_devices} devices, not for {devices}{hint}")
         shards = self.shards or _USUAL_SHARDS
-        return cut(graph, shards, recomputed=range(len(graph.ops)) if self.activations == "recompute" else ())
+        again = range(len(graph.ops)) if self.activations == "recompute" else ()
+        return cut(graph, shards, recomputed=again, replicas=devices)
+
+    def __rmul__(self, other: object) -> Spill:
+        """On each of the devices that share the samples."""
+        if not isinstance(other, Data) or other.microbatches is not None or self.among is not None:
+            raise InputError(f"{other} * {self}: spill goes with data alone, as in data(2) * spill")
+        return replace(self, among=other)
+
+    def __mul__(self, other: object) -> Spill:
+        """Nothing can be within a shard."""
+        raise InputError(f"{self} * {other}: spill comes last and goes with data alone, as in data(2) * spill")
 
     def __str__(self) -> str:
         """As the user writes it."""
         told = [] if self.shards is None else [f"shards={self.shards}"]
         told += [] if self.activations == "auto" else [f"activations={self.activations!r}"]
-        return f"spill({', '.join(told)})" if told else "spill"
+        one = f"spill({', '.join(told)})" if told else "spill"
+        return one if self.among is None else f"{self.among} * {one}"
 
 
-def cut(graph: Graph, shards: int, *, recomputed: Collection[int]) -> Plan:
+def cut(graph: Graph, shards: int, *, recomputed: Collection[int], replicas: int = 1) -> Plan:
     """A plan of about so many shards; those of these numbers are computed again for their backward passes."""
-    plan = Plan(graph, devices=1)
+    plan = data(replicas)(graph, replicas) if replicas > 1 else Plan(graph, devices=1)
+    if replicas == 1:
+        plan.assign(graph.ops, 0)
+    plan = in_shards(plan, shards, recomputed=recomputed)
+    if replicas == 1:
+        _as_the_model_does(plan, shards)
+    return plan
+
+
+def _as_the_model_does(plan: Plan, shards: int) -> None:
+    """Shards need not depend on each other, but numbers come out as those of the model only in its own order.
+
+    So random numbers are drawn in that order, and backward passes run in the reverse of it.
+    """
+    graph = plan.graph
+    for before, after in itertools.pairwise(op for op in graph.ops if is_random(op)):
+        plan.order(before, before=after)
+    live = _differentiated(graph)
+    rows = [[op for op in graph.ops[one.start : one.stop] if op.name in live] for one in shards_of(graph, shards)]
+    for early, late in itertools.pairwise(row for row in rows if row):
+        for last, first in itertools.product(plan.parts(late[0]), plan.parts(early[-1])):
+            plan.order(At(part=last, backward=True), before=At(part=first, backward=True))
+
+
+def _differentiated(graph: Graph) -> set[str]:
+    """The ops through which the loss depends on something that has a gradient."""
+    wanted, found = {graph.loss.name}, set[str]()
+    for op in reversed(graph.ops):
+        if any(name in wanted and graph.tensors[name].requires_grad for name in op.outputs if name is not None):
+            wanted.update(op.inputs)
+            if op.with_grad:
+                found.add(op.name)
+    return found
+
+
+def on_the_first(graph: Graph, shards: int, *, recomputed: Collection[int], replicas: int) -> Plan:
+    """The same for a batch that has too few samples for all: one device computes, and all get its gradients."""
+    plan = Plan(graph, devices=replicas)
     plan.assign(graph.ops, 0)
+    for name, tensor in graph.tensors.items():
+        if tensor.role in (Role.PARAMETER, Role.BUFFER):
+            plan.store(name, dict.fromkeys(range(replicas), Box.whole(plan.refined.shape(name))))
+    return in_shards(plan, shards, recomputed=recomputed)
+
+
+def in_shards(plan: Plan, shards: int, *, recomputed: Collection[int]) -> Plan:
+    """A plan whose segments are shards."""
+    graph = plan.graph
     for number, shard in enumerate(shards_of(graph, shards)):
         ops = graph.ops[shard.start : shard.stop]
         if number in recomputed:

@@ -102,6 +102,87 @@ sweep = rota.Sweep(tasks=[task, small])
         assert torch.equal(trained[name], value), name
 
 
+POOL = """
+def one(name, depth, steps, loss=task.loss):
+    def make():
+        layers = [nn.Linear(32, 256)]
+        for _ in range(depth):
+            layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256)]
+        return nn.Sequential(*layers, nn.Linear(256, 8))
+
+    return rota.Task(
+        name=name, model=make, data=task.data, loss=loss, optimizer=task.optimizer, steps=steps, checkpoint_every=3
+    )
+
+
+def failing(model, batch):
+    raise ValueError("a loss of its own kind")
+
+
+sweep = rota.Sweep(tasks=[one("a", 9, 20), one("b", 12, 9), one("c", 6, 14), one("d", 6, 5, failing)])
+"""
+
+
+@pytest.mark.timeout(240)
+def test_tasks_that_share_devices_shard_by_shard_are_the_plain_ones(cli, sweep_file, tmp_path):
+    """One fails, and one is killed and goes on."""
+    file = sweep_file(text=SWEEP + POOL)
+    arguments = ("--devices", "2", "--memory", "60MiB", "--strategy", "pool", "--out", tmp_path / "run")
+    process = cli.start("run", file, *arguments)
+    deadline_s = time.monotonic() + 90
+    record = tmp_path / "run" / "tasks" / "b" / "shards" / "commit.json"
+    while not record.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    os.kill(cli.workers(process)[-1].pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1, err
+    result = rota.open_run(tmp_path / "run")
+    assert [result.task(name).state for name in "abcd"] == ["finished"] * 3 + ["failed"], err
+    assert "a loss of its own kind" in result.task("d").reason
+    assert err.count("units take turns with other tasks on 2 devices") >= 3
+    found = {}
+    exec(SWEEP + POOL, found)
+    for task in found["sweep"]:
+        if task.name != "d":
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            expected = plain.train(task)
+            torch.set_num_threads(before)
+            trained = load_file(tmp_path / "run" / "tasks" / task.name / "model.safetensors")
+            for name, value in expected.model.state_dict().items():
+                assert torch.equal(trained[name], value), (task.name, name)
+
+
+@pytest.mark.timeout(240)
+def test_devices_that_share_the_samples_spill(cli, sweep_file, tmp_path):
+    """Uneven shares, a last batch that is too small for both, clipping, accumulation, and a kill -9 of one of them."""
+    text = SWEEP.replace("1024", "384").replace("batch_size=8", "batch_size=7")
+    text = text.replace("steps=12", 'epochs=3, precision="float64", clip_norm=0.5, accumulate=2')
+    file = sweep_file(text=text)
+    strategy = "data(2) * spill(shards=6)"
+    arguments = ("--devices", "2", "--memory", "84MiB", "--strategy", strategy, "--out", tmp_path / "run")
+    process = cli.start("run", file, *arguments)
+    deadline_s = time.monotonic() + 90
+    record = tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json"
+    while not record.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    os.kill(cli.workers(process)[-1].pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "wide: spill: " in err
+    found = {}
+    exec(text, found)
+    expected = plain.train(found["task"])
+    trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
+    for name, value in expected.model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-10)
+    history = rota.open_run(tmp_path / "run").history("wide")
+    losses = [row["train/loss"] for row in expected.history]
+    assert [row["train/loss"] for row in history] == pytest.approx(losses, abs=1e-10)
+    left = {path.name for path in (tmp_path / "run" / "tasks" / "wide").iterdir()}
+    assert not {name for name in left if name.startswith(".rank-")}
+
+
 @pytest.mark.timeout(120)
 def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
     file = sweep_file(text=SWEEP)

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from rota.errors import FitError, TaskError
 from rota.memory import arrange, building, spilling
+from rota.memory.residency import Rates
 from rota.memory.slab import Budget, Slab
 from rota.runtime import probe
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Finished, Halted, Noticed
 from rota.strategies import spill
 from rota.task import Data
-from rota.testing import plain
+from rota.testing import plain, zoo
+from rota.testing.models import GPT
 from tests.numerics.test_exact import (
     TASKS,
     Killed,
@@ -38,13 +40,12 @@ def tight(monkeypatch):
     """Budgets of little more than the least, for models that would fit into any; and parameters that all may leave."""
     original, settings = arrange.arrange, {"room": 1.1}
 
-    def tightly(graph, wanted, training, *, budget_bytes, rates):
+    def tightly(graph, wanted, training, *, budget_bytes, **options):
         try:
-            return original(graph, wanted, training, budget_bytes=1, rates=rates)
+            return original(graph, wanted, training, budget_bytes=1, **options)
         except FitError as error:
-            return original(
-                graph, wanted, training, budget_bytes=int(settings["room"] * error.needed_bytes), rates=rates
-            )
+            budget_bytes = int(settings["room"] * error.needed_bytes)
+            return original(graph, wanted, training, budget_bytes=budget_bytes, **options)
 
     monkeypatch.setattr(spilling, "arrange", tightly)
     monkeypatch.setattr(building, "_LEAST_BYTES", 1)
@@ -84,12 +85,95 @@ def test_it_equals_the_plain_loop(task, tmp_path):
     assert not (tmp_path / ".building").exists()
 
 
-@pytest.mark.parametrize("activations", ["keep", "spill", "recompute"])
-def test_whatever_happens_to_activations(activations, tmp_path):
-    task = gpt_task(strategy=spill(shards=5, activations=activations), accumulate=2, steps=6)
+@pytest.mark.parametrize("activations", ["keep", "spill", "recompute", "mixed"])
+def test_fifty_steps_whatever_happens_to_activations(activations, tmp_path, monkeypatch, tight):
+    """With dropout, clipping, accumulation, AdamW and tied weights."""
+    if activations == "mixed":
+        arranging, some = spilling.arrange, frozenset({1, 3})
+        tight["room"] = 2  # what is kept must have room, too
+        monkeypatch.setattr(arrange, "_cheaper_made_again", lambda kept, rates, costs: some)
+        monkeypatch.setattr(arrange, "min", lambda found, key: found[-1], raising=False)
+        made = []
+        monkeypatch.setattr(
+            spilling, "arrange", lambda *given, **named: made.append(arranging(*given, **named)) or made[0]
+        )
+    wanted = "auto" if activations == "mixed" else activations
+    task = gpt_task(strategy=spill(shards=5, activations=wanted), accumulate=2, steps=50)
     surroundings = Surroundings()
     train(task, tmp_path, surroundings)
     assert_equals_plain(task, tmp_path, surroundings.rows)
+    if activations == "mixed":
+        assert made[0].cut.recomputed == some
+
+
+def test_batches_of_a_step_go_through_the_shards_together(tmp_path, tight, monkeypatch):
+    """Where nothing is drawn, and as long as they are alike; the rest of a step that was begun goes one by one."""
+    tight["room"] = 4
+    monkeypatch.setattr(spilling, "measured_rates", lambda folder: Rates(read_byte_s=1e-6, write_byte_s=1e-6))
+    task = gpt_task(
+        model=lambda: GPT(vocabulary=32, context=16, width=16, depth=2, heads=2),
+        strategy=spill(shards=5),
+        accumulate=4,
+        steps=None,
+        epochs=6,
+        clip_norm=None,
+    )
+    rows = {}
+    for attempt in range(1, 100):
+        surroundings = Listening(halt_after=5 + attempt)
+        single = attempt % 3 == 0
+        outcome = train(replace(task, strategy="single") if single else task, tmp_path, surroundings, attempt)
+        for step, row in surroundings.rows.items():
+            rows.setdefault(step, {"step": step}).update(row)
+        assert single or attempt > 2 or "batches at once" in surroundings.notices[0]
+        if isinstance(outcome, Finished):
+            break
+    assert attempt >= 3
+    assert_equals_plain(task, tmp_path, rows)
+
+
+def t5_task(**changes):
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        {"input_ids": torch.randint(3, 64, (9,), generator=generator), "labels": torch.randint(3, 64, (7,))}
+        for _ in range(24)
+    ]
+    return replace(
+        gpt_task(),
+        name="t5",
+        model=lambda: zoo.make("t5").model,
+        data=lambda: Data(train=rows, valid=rows[:5], batch_size=4),
+        loss=lambda model, batch: model(**batch).loss,
+        **changes,
+    )
+
+
+def test_fifty_steps_of_an_encoder_with_a_decoder(tmp_path):
+    task = t5_task(strategy=spill(shards=6), steps=50)
+    surroundings = Surroundings()
+    train(task, tmp_path, surroundings)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+def test_fifty_steps_of_normalised_batches(tmp_path):
+    task = replace(TASKS["BatchNorm and a dict of metrics"], strategy=spill(shards=4), steps=50)
+    surroundings = Surroundings()
+    train(task, tmp_path, surroundings)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+def test_a_bit_of_a_shard_that_flipped_is_told(tmp_path):
+    task = gpt_task(strategy=spill(shards=4))
+    assert isinstance(train(task, tmp_path, Surroundings(halt_after=7)), Halted)
+    record = json.loads((tmp_path / "shards" / "commit.json").read_text())
+    item = next(name for name in record["items"] if name.endswith("moments"))
+    with open(tmp_path / "shards" / f"{item}.{record['items'][item][0]}", "r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 16]))
+    with pytest.raises(TaskError, match="was altered since it was written"):
+        train(task, tmp_path, Surroundings(), 2)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +232,14 @@ def test_being_killed_anywhere_changes_nothing(tmp_path_factory, tight, lives, e
         for attempt, life in enumerate([*lives, 10_000], start=1):
             left = dice.randint(50, 400) if attempt <= len(lives) else 10**9
 
-            def dying(self, item, data, *, summed=False):
+            def dying(self, item, data):
                 nonlocal left
                 left -= 1
                 if left < 0:
                     rubbish = Slab(len(data), budget=Budget(len(data)), what="rubbish")
-                    write(self, item, rubbish.bytes, summed=summed)
+                    write(self, item, rubbish.bytes)
                     raise Killed
-                write(self, item, data, summed=summed)
+                write(self, item, data)
 
             patch.setattr(spilling.Store, "write", dying)
             surroundings = Mortal(dies_after=life)

@@ -24,24 +24,31 @@ works = st.lists(
 @given(works=works, devices=st.integers(1, 5), seed=st.integers(0, 99))
 def test_every_unit_runs_once_in_order_and_no_device_runs_two(works, devices, seed):
     dice = random.Random(seed)
-    pool = Pool(works=works, pick=dice.choice([longest_remaining, first_come, at_random(seed)]))
-    running, coming = {}, {}
-    seen = {work.name: [] for work in works}
+    pool = Pool(pick=dice.choice([longest_remaining, first_come, at_random(seed)]))
+    steps = {work.name: work.steps for work in works}
+    ran = dict.fromkeys(steps, 0)
+    for work in works:
+        pool.add(work.name, work.units_s, after_s=(work.steps - 1) * sum(work.units_s))
     while not pool.done:
         for device in range(devices):
-            if device not in coming and (chosen := pool.choose(device)) is not None:
-                coming[device] = chosen
-            if device in coming and device not in running:
-                running[device] = coming.pop(device)
+            if pool.coming(device) is None:
+                pool.choose(device)
+            coming = pool.coming(device)
+            if coming is not None and pool.is_ready(coming) and pool.running(device) is None:
                 pool.began(device)
-        names = [name for name, _ in running.values()]
-        assert len(set(names)) == len(names), "a model's units run one after another"
+        running = {device: pool.running(device) for device in range(devices) if pool.running(device) is not None}
+        assert len(set(running.values())) == len(running), "a model's units run one after another"
         device = dice.choice(sorted(running))
-        name, unit = running.pop(device)
-        seen[name].append(unit)
-        pool.ended(device)
+        name = running[device]
+        ran[name] += 1
+        if pool.ended(device):
+            steps[name] -= 1
+            if steps[name]:
+                work = next(work for work in works if work.name == name)
+                pool.add(name, work.units_s, after_s=(steps[name] - 1) * sum(work.units_s))
+            assert steps[name] or pool.coming(device) != name, "its last unit is not followed by another of its own"
     for work in works:
-        assert seen[work.name] == list(range(len(work.units_s))) * work.steps
+        assert ran[work.name] == len(work.units_s) * work.steps
 
 
 @settings(max_examples=200, deadline=None)
@@ -125,16 +132,14 @@ def test_it_is_near_the_optimum_of_tiny_instances():
 
 
 def test_a_model_that_leaves_does_not_stop_the_others():
-    works = [Work(name=name, units_s=(1.0, 1.0), steps=3) for name in "abc"]
-    pool = Pool(works=works)
-    name, _ = pool.choose(0)
+    pool = Pool()
+    for name in "abc":
+        pool.add(name, (1.0, 1.0))
+    gone = pool.choose(0)
     pool.began(0)
-    pool.leave(name)
-    rest = {one.name for one in works} - {name}
-    for _ in range(3 * 2 * 2):
-        chosen = pool.choose(0)
-        assert chosen is not None
-        assert chosen[0] in rest
+    pool.leave(gone)
+    for _ in range(2 * 2):
+        assert pool.choose(0) in set("abc") - {gone}
         pool.began(0)
         pool.ended(0)
     assert pool.done

@@ -35,6 +35,14 @@ class Backend(Protocol):
         """Start a task on devices that have none; the first leads. TaskError if it cannot be sent there."""
         ...
 
+    def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
+        """Let so many tasks share devices that have none: the names of their places, each like a device."""
+        ...
+
+    def close_place(self, place: str) -> None:
+        """A place in a pool is not needed any more; with the last one the pool is gone."""
+        ...
+
     def halt(self, device: str) -> None:
         """Ask the device's task to save itself and leave; it reports Halted."""
         ...

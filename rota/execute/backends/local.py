@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
@@ -29,6 +29,9 @@ from rota.runtime.messages import Beat, Halt, Look, Measured, Ready, Shutdown, S
 from rota.runtime.worker import WorkerSettings
 from rota.task import Task
 from rota.techniques import registered
+
+if TYPE_CHECKING:
+    from rota.memory.arbiter import Arbiter
 
 # A worker tells every second that it lives. One that says nothing for this long, and does not compute either (a call
 # into C may keep the interpreter busy for minutes), is hung.
@@ -48,6 +51,8 @@ class LocalBackend:
         self._workers: dict[str, _WorkerProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._signs: list[Sign] = []
+        self._pools: dict[str, _Pool] = {}
+        """place -> the pool that it is in"""
 
     def now_s(self) -> float:
         """The wall clock."""
@@ -114,6 +119,35 @@ class LocalBackend:
             )
             worker.send(command, payload)
 
+    def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
+        """A worker for each task, and a thread that lets them take turns."""
+        from rota.memory.arbiter import Arbiter
+
+        members = [self._devices[name] for name in devices]
+        names = tuple(f"{'+'.join(devices)} {number}" for number in range(1, count + 1))
+        ours: dict[str, socket.socket] = {}
+        for name in names:
+            ours[name], theirs = socket.socketpair()
+            self._devices[name] = dataclasses.replace(
+                members[0],
+                cores=tuple(sorted({core for one in members for core in one.cores})),
+                memory_bytes=min(one.memory_bytes for one in members),
+            )
+            with theirs:
+                self._add(name, _WorkerProcess(name, self._devices[name], theirs, tuple(one.cores for one in members)))
+        pool = _Pool(arbiter=Arbiter(ours, devices=len(devices)), places=set(names))
+        self._pools |= dict.fromkeys(names, pool)
+        return names
+
+    def close_place(self, place: str) -> None:
+        """End its worker; with the last one, the thread."""
+        pool = self._pools.pop(place)
+        self.kill(place)
+        del self._devices[place]
+        pool.places.remove(place)
+        if not pool.places:
+            pool.arbiter.close()
+
     def halt(self, device: str) -> None:
         """Pass the request on."""
         worker = self._workers.get(device)
@@ -154,6 +188,8 @@ class LocalBackend:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.process.wait(max(0.0, deadline_s - time.monotonic()))
             self.kill(name)
+        for place in list(self._pools):
+            self.close_place(place)
         self._selector.close()
 
     def _worker(self, device: str) -> _WorkerProcess:
@@ -162,8 +198,12 @@ class LocalBackend:
             self.kill(device)
             worker = None
         if worker is None:
-            worker = self._workers[device] = _WorkerProcess(self._devices[device])
-            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+            worker = self._add(device, _WorkerProcess(device, self._devices[device]))
+        return worker
+
+    def _add(self, device: str, worker: _WorkerProcess) -> _WorkerProcess:
+        self._workers[device] = worker
+        self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         return worker
 
     def _read(self, worker: _WorkerProcess) -> None:
@@ -191,7 +231,7 @@ class LocalBackend:
             worker.ready = True
         if type(message).__name__ in ("Finished", "Halted", "Left", "Failed", "Looked", "Tried"):
             worker.task = None
-        self._signs.append((worker.device.name, message))
+        self._signs.append((worker.name, message))
 
     def _look_after(self, worker: _WorkerProcess) -> None:
         code = worker.process.poll()
@@ -211,9 +251,9 @@ class LocalBackend:
 
     def _lose(self, worker: _WorkerProcess, reason: str, *, retry: bool) -> None:
         busy = worker.task is not None
-        self.kill(worker.device.name)
+        self.kill(worker.name)
         if busy:
-            self._signs.append((worker.device.name, WorkerLost(reason=reason, retry=retry)))
+            self._signs.append((worker.name, WorkerLost(reason=reason, retry=retry)))
 
 
 def _pickled(task: Task, *beside: Any) -> bytes:
@@ -231,10 +271,26 @@ def _import_path() -> tuple[str, ...]:
     return tuple(entry or os.getcwd() for entry in sys.path)
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Pool:
+    """Tasks that share devices."""
+
+    arbiter: Arbiter
+    places: set[str]
+
+
 class _WorkerProcess:
     """A worker, seen from outside."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        turns: socket.socket | None = None,
+        pool_cores: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        """`turns` is where one in a pool takes its turns, on devices with these cores."""
+        self.name = name
         self.device = device
         self.task: str | None = None
         self.ready = False
@@ -248,7 +304,7 @@ class _WorkerProcess:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self.process = _spawn(device, theirs, self._output)
+            self.process = _spawn(device, theirs, self._output, turns, pool_cores)
         self.socket.setblocking(False)
 
     def send(self, message: Any, payload: bytes = b"") -> None:
@@ -302,15 +358,23 @@ class _WorkerProcess:
         self._output.close()
 
 
-def _spawn(device: Device, theirs: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(
+    device: Device,
+    theirs: socket.socket,
+    output: IO[bytes],
+    turns: socket.socket | None,
+    pool_cores: tuple[tuple[int, ...], ...],
+) -> subprocess.Popen[bytes]:
     settings = WorkerSettings(
         socket=theirs.fileno(),
         kind=device.kind,
         cores=device.cores,
         memory_bytes=device.memory_bytes,
         parent=os.getpid(),
+        pool_socket=-1 if turns is None else turns.fileno(),
+        pool_cores=pool_cores,
     )
-    threads = str(max(1, len(device.cores)))
+    threads = str(max(1, len(pool_cores[0] if pool_cores else device.cores)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     environment.setdefault(*HUGE_PAGES)
     if device.kind == "cuda":
@@ -327,5 +391,5 @@ def _spawn(device: Device, theirs: socket.socket, output: IO[bytes]) -> subproce
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        pass_fds=(theirs.fileno(),),
+        pass_fds=(theirs.fileno(), *([] if turns is None else [turns.fileno()])),
     )

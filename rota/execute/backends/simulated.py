@@ -93,6 +93,14 @@ class SimulatedBackend:
             self._running[device] = run
         self._plan(run.begin_s, devices[0], run, run.from_step)
 
+    def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
+        """Pools are played by `rota.memory.sharp.play`."""
+        raise NotImplementedError("there are no pools on this clock")
+
+    def close_place(self, place: str) -> None:
+        """There are none."""
+        raise NotImplementedError("there are no pools on this clock")
+
     def halt(self, device: str) -> None:
         """Save at once and leave."""
         run = self._running.get(device)

@@ -1,0 +1,91 @@
+"""Runs a task's batches as one of a pool of tasks that share devices, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rota.cluster.device import format_bytes
+from rota.errors import FitError, TaskError
+from rota.graph.graph import Graph
+from rota.memory.pooled import Pooled, cut_to_fit, pool_units
+from rota.memory.spilling import Opening, Spilling, Way
+from rota.memory.steps import Step, Training
+from rota.memory.turns import Turns
+from rota.memory.units import Unit
+from rota.plan.program import Program
+from rota.runtime.executor import Parts
+from rota.strategies.spill import Spill, spill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A task's place in a pool."""
+
+    turns: Turns
+    cores: Sequence[Sequence[int]]
+    """Of each device."""
+
+
+class Pooling(Spilling):
+    """As `Spilling`, but that units of the model run when and where it is their turn."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        batch: Any,
+        *,
+        seat: Seat,
+        total_batches: int,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._seat = seat
+        self._total_batches = total_batches
+        super().__init__(parts, batch, spill=spill(), notice=notice)
+
+    def _open(self, graph: Graph, spill: Spill, training: Training) -> Opening:
+        half_bytes = self._budget_bytes() // 2
+        try:
+            cut, program, groups = cut_to_fit(graph, training, room_bytes=half_bytes)
+        except FitError as error:
+            raise TaskError(self._too_small(error, half_bytes)) from error
+        step, units = pool_units(program, groups, training, room_bytes=half_bytes)
+        self._half_bytes = half_bytes
+        return Opening(
+            cut=cut,
+            training=training,
+            groups=groups,
+            items=step.items,
+            # It may leave one device, be on another and come to it once more. The arbiter counts halves of devices.
+            budget_bytes=3 * half_bytes,
+            way=lambda: self._pooled(program, step, units, training),
+            told=(
+                f"pool: {len(units)} units take turns with other tasks on {len(self._seat.cores)} devices, each in "
+                f"{format_bytes(half_bytes)}"
+            ),
+        )
+
+    def _other_way(self, program: Program, training: Training) -> Way:
+        try:
+            step, units = pool_units(program, self._groups, training, room_bytes=self._half_bytes)
+        except FitError as error:
+            raise TaskError(self._too_small(error, self._half_bytes)) from error
+        return self._pooled(program, step, units, training)
+
+    def _pooled(self, program: Program, step: Step, units: Sequence[Unit], training: Training) -> Pooled:
+        return Pooled(
+            program,
+            self._holdings,
+            self._buffers(),
+            step=step,
+            units=units,
+            turns=self._seat.turns,
+            total_batches=self._total_batches,
+            cores=self._seat.cores,
+            batches=training.batches,
+            seed=self._parts.task.seed,
+        )
+
+    def _look_again(self) -> None:
+        """There is nothing to plan: what is where follows from whose turn it is."""
