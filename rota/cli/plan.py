@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import closing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,7 @@ def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *,
             "failures": dict(profile.failures),
             "notices": [{"task": name, "text": text} for name, text in profile.notices],
             "html": None if html is None else str(html),
+            "pool": None if found.pool is None else asdict(found.pool),
         }
         print_json(forecast_json(listed, case) | more)
         return
@@ -126,6 +128,10 @@ def _notes(found: Forecast) -> list[tuple[str, str]]:
     measured = f"{profile.looked} kinds of tasks looked at, {profile.tried} ways tried on several devices"
     notes = [("profiled", f"in {duration(profile.spent_s)}: {measured if profile.looked else 'all known from before'}")]
     notes += [("note", f"{name}: {text}") for name, text in profile.notices]
+    if found.pool is not None:
+        told = f"{', '.join(found.pool.tasks)} will share all devices, shard by shard, before the others run"
+        took, instead = duration(found.pool.makespan_s), duration(found.pool.instead_s)
+        notes.append(("pool", f"{told}: {took} in all instead of the {instead} of this schedule"))
     return notes + [("unknown", f"{name}: {why}") for name, why in profile.failures.items()]
 
 

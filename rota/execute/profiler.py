@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ _POLL_S = 0.25
 _SHARE = 0.04
 """Of what the tasks take in all: so much may be spent on trials."""
 _LEAST_S = 5.0
+_TRIAL_STEPS = 3
 
 
 class Prober(Protocol):
@@ -167,7 +169,10 @@ class Profiler:
         return self._profile()
 
     def try_chosen(self, chosen: Collection[tuple[str, str, int]]) -> Profile | None:
-        """Time the ways (task, label, devices) that a schedule rests on and nobody has timed; None without any."""
+        """Time the ways (task, label, devices) that a schedule rests on and nobody has timed; None without any.
+
+        A way that could not save what it takes to time it is not gone.
+        """
         begun_s = self._backend.now_s()
         trials = {
             Trial(alike=one.name, estimate=estimate)
@@ -180,7 +185,11 @@ class Profiler:
         for trial in sorted(trials, key=lambda trial: (trial.alike, trial.estimate.label, trial.estimate.devices)):
             if self._interrupted() or trial.estimate.devices > len(self._free):
                 return None
-            number = self._start(by_name[trial.alike], trial)
+            one = by_name[trial.alike]
+            if _trial_s(one, trial) > _most_saved_s(one, trial):
+                one.estimates = tuple(estimate for estimate in one.estimates if estimate != trial.estimate)
+                continue
+            number = self._start(one, trial)
             answers: list[Any] = []
             while not answers and not self._interrupted():
                 answers = [sign for its, sign in self._hear() if its == number]
@@ -263,6 +272,7 @@ class Profiler:
     def _try_out(self, new: Sequence[_Class], classes: Sequence[_Class]) -> None:
         """What was known before has been tried before, or was not worth it."""
         under_way: dict[int, tuple[_Class, Trial]] = {}
+        too_long: list[Trial] = []
         by_name = {one.name: one for one in new}
         until_s = self._backend.now_s() + self._budget_s(classes)
         while new and not self._interrupted():
@@ -272,9 +282,12 @@ class Profiler:
                     [one.alike() for one in classes if one.estimates],
                     self._nodes,
                     objective=self._objective,
-                    besides=[trial for _, trial in under_way.values()],
+                    besides=[*too_long, *(trial for _, trial in under_way.values())],
                     among=by_name,
                 )
+                if trial is not None and self._backend.now_s() + _trial_s(by_name[trial.alike], trial) > until_s:
+                    too_long.append(trial)  # it would take longer than it is worth
+                    continue
             if trial is not None and trial.estimate.devices <= len(self._free):
                 one = by_name[trial.alike]
                 number = self._start(one, trial)
@@ -367,6 +380,18 @@ def _take_sight(one: _Class, sign: Any) -> None:
         one.failure = f"it fits nowhere: {one.unfit}" if one.unfit else ""
     else:
         one.failure = sign.reason
+
+
+def _most_saved_s(one: _Class, trial: Trial) -> float:
+    """No schedule is better by more than that because tasks go a way that was not timed."""
+    others = [estimate.step_s for estimate in one.estimates if estimate.measured]
+    return sum(map(one.steps_of, one.tasks)) * max(0.0, min(others) - trial.estimate.step_s) if others else math.inf
+
+
+def _trial_s(one: _Class, trial: Trial) -> float:
+    """About what it takes to time a way."""
+    start_s = max((estimate.start_s for estimate in one.estimates), default=0.0)
+    return start_s + _TRIAL_STEPS * trial.estimate.step_s
 
 
 def _take_trial(one: _Class, trial: Trial, sign: Any) -> None:

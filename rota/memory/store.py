@@ -15,7 +15,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class Version:
 
     slot: int
     size_bytes: int
-    checksum: int
+    checksum: int | None = None
+    """Of one that was committed: most are written over before that, and are not worth the time."""
 
 
 class Store:
@@ -71,33 +72,41 @@ class Store:
             while done < len(data):
                 done += os.pwrite(handle, data[done : done + _CHUNK_BYTES], done)
         self._unsynced.add((item, slot))
-        self._current[item] = Version(slot=slot, size_bytes=len(data), checksum=checksum(data))
+        self._current[item] = Version(slot=slot, size_bytes=len(data))
 
     def read(self, item: str, into: memoryview) -> None:
-        """The last version; CorruptCheckpointError if it is not as it was written."""
+        """The last version; CorruptCheckpointError if it is not all there."""
         version = self._current[item]
         if version.size_bytes != len(into):
             raise CorruptCheckpointError(
                 f"{self._path(item, version.slot)} has {version.size_bytes} bytes and the task needs {len(into)}"
             )
-        handle = self._handle(item, version.slot)
-        with _told(f"{item} cannot be read from {self._folder}"):
-            done = 0
-            while done < len(into):
-                count = os.preadv(handle, [into[done : done + _CHUNK_BYTES]], done)
-                if count == 0:
-                    raise CorruptCheckpointError(
-                        f"{self._path(item, version.slot)} ends after {done} of {len(into)} bytes; "
-                        "go on from another checkpoint"
-                    )
-                done += count
-        self._verify(item, version, into)
+        done = 0
+        while done < len(into):
+            done += self._read_some(item, version, into[done : done + _CHUNK_BYTES], done)
 
-    def _verify(self, item: str, version: Version, data: memoryview) -> None:
-        if checksum(data) != version.checksum:
+    def _read_some(self, item: str, version: Version, into: memoryview, offset: int) -> int:
+        with _told(f"{item} cannot be read from {self._folder}"):
+            count = os.preadv(self._handle(item, version.slot), [into], offset)
+        if count == 0:
             raise CorruptCheckpointError(
-                f"{self._path(item, version.slot)} was altered since it was written; go on from another checkpoint"
+                f"{self._path(item, version.slot)} ends after {offset} of {version.size_bytes} bytes; "
+                "go on from another checkpoint"
             )
+        return count
+
+    def _summed(self, item: str, version: Version) -> Version:
+        """With the checksum of what is on disk."""
+        with contextlib.closing(mmap.mmap(-1, _CHUNK_BYTES)) as memory, memoryview(memory) as buffer:
+            found = done = 0
+            while done < version.size_bytes:
+                filled = 0
+                size = min(_CHUNK_BYTES, version.size_bytes - done)
+                while filled < size:  # whole pages, for the sum is of pages
+                    filled += self._read_some(item, version, buffer[filled:size], done + filled)
+                found = checksum(buffer[:size], found)
+                done += size
+        return replace(version, checksum=found)
 
     def mapped(self, item: str, *, writable: bool) -> mmap.mmap:
         """The last version as memory that is read when it is touched; what is written to it stays in memory.
@@ -116,7 +125,8 @@ class Store:
                 file.fileno(), version.size_bytes, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
             )
         with memoryview(found) as data:
-            self._verify(item, version, data)
+            if version.checksum is not None and checksum(data) != version.checksum:
+                raise CorruptCheckpointError(f"{path} was altered since it was written; go on from another checkpoint")
         return found
 
     # ---- commits ----
@@ -130,6 +140,9 @@ class Store:
         with _told(f"a commit cannot be written to {self._folder}"):
             for item, slot in sorted(self._unsynced):
                 os.fdatasync(self._handle(item, slot))
+            for item, version in self._current.items():
+                if version.checksum is None:
+                    self._current[item] = self._summed(item, version)
             versions = {
                 item: [version.slot, version.size_bytes, version.checksum] for item, version in self._current.items()
             }
@@ -211,13 +224,13 @@ class Store:
             return os.open(path, flags, 0o600)
 
 
-def checksum(data: memoryview) -> int:
-    """Of whole pages: a bit that is not as it was changes it, and so does a page at another place.
+def checksum(data: memoryview, before: int = 0) -> int:
+    """Of whole pages, behind others: a bit that is not as it was changes it, and so does a page at another place.
 
     Each page is added up and only the sums are hashed, so that it takes as long as to look at the data once.
     """
     pages: Any = np.frombuffer(data, dtype=np.uint64).reshape(-1, ALIGNMENT // 8)
-    return zlib.crc32(pages.sum(axis=1, dtype=np.uint64).tobytes())
+    return zlib.crc32(pages.sum(axis=1, dtype=np.uint64).tobytes(), before)
 
 
 @contextlib.contextmanager

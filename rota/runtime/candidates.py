@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from rota.errors import CaptureError, RotaError
 from rota.graph.graph import Graph
@@ -19,14 +17,12 @@ from rota.runtime.training import Training
 from rota.strategies.base import describe, find
 from rota.strategies.data import data
 from rota.strategies.single import single
-from rota.strategies.spill import Spill, spill
-
-if TYPE_CHECKING:
-    from rota.memory.arrange import Arrangement
-    from rota.memory.residency import Rates
+from rota.strategies.spill import Spill
 
 _LIKELY = 3
 _KEPT = 2
+_EXCHANGED_BYTE_S = 1e-9
+"""Of a gradient, between processes of one machine: about that, until it is tried."""
 
 Notice = Callable[[str], None]
 
@@ -81,60 +77,53 @@ def predicted(
 
 
 def spilled(
-    graph: Graph, training: Training, batch: Any, counts: Sequence[int], budget_s: float, notice: Notice
-) -> list[Estimate]:
-    """Devices that have less memory than the task needs, alone or each with a part of the samples."""
-    from rota.calibrate.calibrate import calibrate
-    from rota.memory.disk import measured_rates
-    from rota.memory.spillable import check_spillable
-
-    room = training.parts.room
-    assert room is not None
-    found = []
-    costs: Costs | None = None
-    try:
-        check_spillable(training.parts, graph)
-        rates = measured_rates(room.folder)
-    except RotaError as error:
-        notice(f"spill: {error}")
-        return []
-    for count in counts:
-        strategy = spill() if count == 1 else data(count) * spill()
-        try:
-            if costs is None:
-                rough = _arranged(graph, training, batch, strategy, count, rates, None)
-                costs = calibrate([rough.program], budget_s=budget_s, threads=torch.get_num_threads())
-            made = _arranged(graph, training, batch, strategy, count, rates, costs)
-        except RotaError as error:
-            notice(f"{strategy}: {error}")
-            continue
-        found.append(_estimate(training, str(strategy), count, made.forecast.step_s, room.memory_bytes, None))
-    return found
-
-
-def _arranged(
     graph: Graph,
     training: Training,
     batch: Any,
     strategy: Spill,
-    count: int,
-    rates: Rates,
-    costs: Costs | None,
-) -> Arrangement:
+    counts: Sequence[int],
+    steps: Steps | None,
+    notice: Notice,
+) -> list[Estimate]:
+    """Devices that have less memory than the task needs and share its samples, by what one of them took alone."""
     from rota.memory.arrange import arrange
-    from rota.memory.spillable import margin_bytes, training_of
+    from rota.memory.disk import measured_rates
+    from rota.memory.spillable import check_spillable, margin_bytes, training_of
 
     room = training.parts.room
     assert room is not None
-    return arrange(
-        graph,
-        strategy,
-        training_of(training.parts, graph, batch),
-        budget_bytes=room.memory_bytes - margin_bytes(room.memory_bytes),
-        rates=rates,
-        costs=costs,
-        replicas=count,
-    )
+
+    def step_s(count: int) -> float:
+        made = arrange(
+            graph,
+            strategy,
+            training_of(training.parts, graph, batch),
+            budget_bytes=room.memory_bytes - margin_bytes(room.memory_bytes),
+            rates=rates,
+            replicas=count,
+        )
+        return made.forecast.step_s
+
+    found = []
+    try:
+        check_spillable(training.parts, graph)
+        rates = measured_rates(room.folder)
+        # Nothing of it was measured; how much less a part of the samples takes is known better than what they take.
+        scale = 1.0 if steps is None or not counts else steps.step_s / step_s(1)
+    except RotaError as error:
+        notice(f"{strategy}: {error}")
+        return []
+    for count in counts:
+        shared = strategy if strategy.among is not None else data(count) * strategy
+        try:
+            exchanged_s = training.task.accumulate * _EXCHANGED_BYTE_S * sum(one.size_bytes for one in graph.parameters)
+            took_s = step_s(count) * scale + exchanged_s
+            estimate = _estimate(training, str(shared), count, took_s, room.memory_bytes, None)
+        except RotaError as error:
+            notice(f"{shared}: {error}")
+            continue
+        found.append(estimate)
+    return found
 
 
 def _scale(training: Training, steps: Steps | None, alone_s: float) -> float:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rota.errors import TaskError
+from rota.errors import RotaError, TaskError
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
 from rota.profile.store import Known
 from rota.runtime.executor import KeepsItself, Room
 from rota.runtime.gang import Gang
 from rota.runtime.limits import lifted
-from rota.runtime.one_device import TIGHT, choose_alone, room_of, state_bytes
+from rota.runtime.one_device import TIGHT, choose_alone, room_of, spills, state_bytes
 from rota.runtime.one_device import alone_bytes as needed_alone
 from rota.runtime.training import Training, Watch
 from rota.runtime.user_code import calling, is_out_of_memory
@@ -149,7 +149,7 @@ def look(
             memory_bytes=memory_bytes,
             alike=alike,
             search=search or 1 not in counts,
-            alone=next((one for one in found if one.devices == 1 and one.measured), None),
+            alone=next((one for one in found if one.label == "single" and one.measured), None),
             strategies=strategies or {},
         )
         found, searched = _estimates(training, batch, wishes, begun_s, notices.append, watch)
@@ -228,19 +228,19 @@ def _estimates(
 ) -> tuple[tuple[Estimate, ...], bool]:
     """The ways in which it can run, and whether those on several devices were searched for."""
     counts, memory_bytes = wishes.counts, wishes.memory_bytes
-    kind = training.device.type
     graph: Graph | None = None
     steps: Steps | None = None
     several = [count for count in counts if count > 1]
     alone_bytes = 0
+    spilling = spills(training.task.strategy)
     away = training.parts.room is not None and training.parts.room.building.away
-    if state_bytes(training.model) > TIGHT * memory_bytes:
+    if spilling or state_bytes(training.model) > TIGHT * memory_bytes:
         graph = _captured(training, batch, notice)
         if graph is not None:
             alone_bytes = needed_alone(graph, training.parts)
     if wishes.alone is not None:
         steps = Steps(step_s=wishes.alone.step_s, spread=wishes.alone.spread, start_s=wishes.alone.start_s)
-    elif alone_bytes <= memory_bytes and not away:
+    elif alone_bytes <= memory_bytes and not away and not spilling:
         try:
             steps = timed(training, begun_s=begun_s, watch=watch)
         except TaskError as error:
@@ -256,7 +256,7 @@ def _estimates(
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
     searched = single_s is None or wishes.search
-    if several and searched:
+    if several and searched and not spilling:
         graph = graph or _captured(training, batch, notice)
         if graph is not None:
             from rota.runtime import candidates
@@ -267,23 +267,51 @@ def _estimates(
                 graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
             )
     if steps is not None and 1 in counts:
-        alone = Estimate(
-            label="single",
-            kind=kind,
-            devices=1,
-            step_s=steps.step_s,
-            spread=max(steps.spread, MEASURED_SPREAD),
-            memory_bytes=alone_bytes,
-            measured=True,
-            start_s=max(0.0, steps.start_s - steps.step_s) if wishes.alone is None else steps.start_s,
-        )
-        found.insert(0, alone)
-    elif 1 in counts and graph is not None and training.parts.room is not None:
-        from rota.runtime import candidates
-
-        counts = (1, *(several if training.task.strategy == "auto" and searched else ()))
-        found[:0] = candidates.spilled(graph, training, batch, counts, _LEAST_S, notice)
+        found.insert(0, _measured(training, wishes, "single", steps, alone_bytes))
+    elif steps is None and graph is not None and training.parts.room is not None:
+        found[:0] = _spilled(training, batch, graph, wishes, begun_s, notice, watch)
     return tuple(found), searched
+
+
+def _measured(training: Training, wishes: Wishes, label: str, steps: Steps, memory_bytes: int) -> Estimate:
+    """What one device takes."""
+    return Estimate(
+        label=label,
+        kind=training.device.type,
+        devices=1,
+        step_s=steps.step_s,
+        spread=max(steps.spread, MEASURED_SPREAD),
+        memory_bytes=memory_bytes,
+        measured=True,
+        start_s=max(0.0, steps.start_s - steps.step_s) if wishes.alone is None else steps.start_s,
+    )
+
+
+def _spilled(
+    training: Training, batch: Any, graph: Graph, wishes: Wishes, begun_s: float, notice: Notice, watch: Watch
+) -> list[Estimate]:
+    """Some steps of a task that does not fit on this device, and with them what several take that share its samples."""
+    from rota.memory.spilling import Spilling
+    from rota.runtime import candidates
+    from rota.strategies.spill import Spill, spill
+
+    room, own = training.parts.room, training.task.strategy
+    assert room is not None
+    strategy = own if isinstance(own, Spill) else spill()
+    found: list[Estimate] = []
+    steps: Steps | None = None
+    if 1 in wishes.counts:
+        try:
+            executor = Spilling(training.parts, batch, spill=strategy, graph=graph)
+            training.adopt(executor)
+            with _ending([executor], room.folder):
+                steps = timed(training, begun_s=begun_s, watch=watch)
+        except RotaError as error:
+            notice(f"{strategy}: {error}")
+            return []
+        found.append(_measured(training, wishes, str(strategy), steps, wishes.memory_bytes))
+    several = [count for count in wishes.counts if count > 1]
+    return found + candidates.spilled(graph, training, batch, strategy, several, steps, notice)
 
 
 def try_out(

@@ -173,6 +173,10 @@ class Training:
         """Whether a batch was run."""
         return self._run is not None
 
+    def adopt(self, executor: Executor) -> None:
+        """Have it run the batches from now on."""
+        self._run = executor
+
     def _begin(self, batch: Any) -> None:
         self._run = self._choose(self.parts, batch)
 
