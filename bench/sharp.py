@@ -13,7 +13,8 @@ own, all of them training the same models for the same steps (AdamW, 1,024 token
 - static: whole models are assigned to devices, longest first; each device trains its models one after another, and
   spills as `rota.strategies.spill` does.
 
-The bound is max(work / devices, longest model), the work being what the models take alone in memory on one core. On the
+The bound is max(work / devices, longest model), the work being what the models take in memory on one core while the
+other core does the same: the two share the machine's memory. With an idle neighbour it is `of_idle_bound`. On the
 virtual clock, twelve models with the measured units share eight devices; model parallelism and GPipe (8 micro-batches)
 are taken at their best there: stages of equal length, and communication for nothing.
 """
@@ -121,10 +122,13 @@ def main() -> None:
         for number, (width, depth, steps) in enumerate(shapes)
     ]
     budget_bytes = (160 if not chosen.quick else 112) * 2**20
+    idle = run_arm("idle", models, budget_bytes)["step_s"]
     alone = run_arm("alone", models, budget_bytes)["step_s"]
     lengths = {one.name: alone[one.name] * one.steps for one in models}
-    works = [Work(name=one.name, units_s=(alone[one.name],), steps=one.steps) for one in models]
-    bound_s = lower_bound_s(works, DEVICES)
+    bound_s, idle_bound_s = (
+        lower_bound_s([Work(name=one.name, units_s=(took[one.name],), steps=one.steps) for one in models], DEVICES)
+        for took in (alone, idle)
+    )
     found: dict[str, list[dict[str, Any]]] = {}
     arms = ["sharp", "model_parallel", "static"] + (["gpipe_4"] if chosen.quick else ["gpipe_4", "gpipe_8"])
     for _ in range(1 if chosen.quick else 2):
@@ -142,6 +146,8 @@ def main() -> None:
     details = {
         "makespans_s": took,
         "bound_s": bound_s,
+        "of_idle_bound": idle_bound_s / took["sharp"],
+        "static_of_bound": bound_s / took["static"],
         "state_over_budget": [round(one.state_bytes / budget_bytes, 1) for one in models],
         "peak_over_budget": found["sharp"][-1]["peak_over_budget"],
         "same_losses": all(
@@ -193,8 +199,10 @@ def run_arm(
             "folder": folder,
             "lengths": lengths or {},
         }
-        if arm == "alone":
-            return _ended([_started(told, environment)])[0]
+        if arm in ("alone", "idle"):
+            rows = [_started({**told, "core": core}, environment) for core in range(DEVICES if arm == "alone" else 1)]
+            both = [one["step_s"] for one in _ended(rows)]
+            return {"step_s": {one.name: statistics.mean(part[one.name] for part in both) for one in models}}
         if arm == "sharp":
             return _pool(told, models, environment)
         if arm == "static":
@@ -267,8 +275,8 @@ def arm_main(told: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     models = [Setting(**one) for one in told["models"]]
     arm, folder = told["arm"], Path(told["folder"])
-    if arm == "alone":
-        os.sched_setaffinity(0, {0})
+    if arm in ("alone", "idle"):
+        os.sched_setaffinity(0, {told["core"]})
         return {"step_s": {one.name: _alone_s(one) for one in models}}
     if arm == "sharp":
         return _sharp(models[0], told["budget_bytes"], folder / models[0].name, told["turns"])

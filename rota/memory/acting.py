@@ -40,6 +40,7 @@ class Acting:
             SpilledRun(program, rank, seed=seed, plain_random=plain_random, shares=batches, stored=stored)
             for _ in range(at_once)
         ]
+        self._devices[0].prepare()
         for other in self._devices[1:]:
             other.share_code(self._devices[0])
         self._holdings = holdings

@@ -57,8 +57,8 @@ class Pooling(Spilling):
             training=training,
             groups=groups,
             items=step.items,
-            # It may leave one device, be on another and come to it once more. The arbiter counts halves of devices.
-            budget_bytes=3 * half_bytes,
+            # It may be on every device, what leaves it included. How many units a device has is for the arbiter to count.
+            budget_bytes=2 * len(self._seat.cores) * half_bytes,
             way=lambda: self._pooled(program, step, units, training),
             told=(
                 f"pool: {len(units)} units take turns with other tasks on {len(self._seat.cores)} devices, each in "

@@ -57,7 +57,13 @@ def train(task, folder, surroundings, attempt=1):
         ).run()
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+FEW = ("dropout, AdamW, schedule, clipping, validation", "epochs with accumulation", "BatchNorm and a dict of metrics")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, id=name, marks=[] if name in FEW else [pytest.mark.deep]) for name, task in TASKS.items()],
+)
 def test_it_equals_the_plain_loop(task, tmp_path):
     surroundings = Surroundings()
     task = replace(task, strategy=pool())

@@ -169,7 +169,9 @@ def _least(step):
         ("resnet", "adamw", 2, None),
     ],
 )
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "share", [0.0, pytest.param(0.4, marks=pytest.mark.deep), pytest.param(1.0, marks=pytest.mark.deep)]
+)
 def test_it_is_equal_bit_for_bit(tmp_path, name, optimizer, accumulate, clip_norm, share, activations):
     make, batches_of, loss = MODELS[name]
     torch.manual_seed(1)
