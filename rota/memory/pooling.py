@@ -57,7 +57,7 @@ class Pooling(Spilling):
             training=training,
             groups=groups,
             items=step.items,
-            # It may be on every device, what leaves it included. How many units a device has is for the arbiter to count.
+            # It may be on every device, what leaves it included. The arbiter counts the units of a device.
             budget_bytes=2 * len(self._seat.cores) * half_bytes,
             way=lambda: self._pooled(program, step, units, training),
             told=(
