@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rota.errors import FitError, InputError
 from rota.graph.graph import Graph
@@ -56,6 +56,8 @@ class Arrangement:
     step: Step
     residency: Residency
     forecast: Forecast
+    footprints: Footprints = field(repr=False, compare=False)
+    """Of the program, for other arrangements of it."""
 
 
 def arrange(
@@ -104,6 +106,7 @@ def _together(found: Arrangement, rates: Rates, costs: Costs) -> Iterator[Arrang
                     budget_bytes=found.residency.budget_bytes,
                     rates=rates,
                     costs=costs,
+                    footprints=found.footprints,
                 )
 
 
@@ -175,6 +178,7 @@ def arranged(
     costs: Costs,
     seconds: SegmentSeconds | None = None,
     rank: int = 0,
+    footprints: Footprints | None = None,
 ) -> Arrangement:
     """What is where when on a device, for one way to cut.
 
@@ -183,10 +187,18 @@ def arranged(
     if seconds is None:
         seconds = predicted_seconds(program, costs)
         training = replace(training, update_s=lambda sizes: sum(update_seconds(costs, size) for size in sizes))
-    step = step_of(program, groups, Footprints(program.refined), training, seconds, device=rank)
+    footprints = footprints or Footprints(program.refined)
+    step = step_of(program, groups, footprints, training, seconds, device=rank)
     residency, forecast = plan_residency(step.stages, step.items, budget_bytes=budget_bytes, rates=rates)
     return Arrangement(
-        cut=made, training=training, program=program, groups=groups, step=step, residency=residency, forecast=forecast
+        cut=made,
+        training=training,
+        program=program,
+        groups=groups,
+        step=step,
+        residency=residency,
+        forecast=forecast,
+        footprints=footprints,
     )
 
 

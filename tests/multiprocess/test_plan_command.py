@@ -74,5 +74,5 @@ def test_a_task_that_fits_nowhere_is_refused_with_what_would_do(cli, sweep_file)
     done = cli.run("run", file, "--devices", "2", "--memory", "200MiB", timeout=90)
     assert done.returncode == 2, done.stdout
     assert "fits nowhere" in done.stderr
-    assert "give it at least " in done.stderr
+    assert "the task needs a device with at least " in done.stderr
     assert "GiB" in done.stderr or "MiB" in done.stderr

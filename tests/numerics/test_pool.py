@@ -71,7 +71,13 @@ def test_it_equals_the_plain_loop(task, tmp_path):
     assert_equals_plain(task, tmp_path, surroundings.rows)
 
 
-@pytest.mark.parametrize("task", [TASKS["accumulation"], TASKS["epochs, last batch smaller"]], ids=["parts", "epochs"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(TASKS["accumulation"], marks=pytest.mark.deep, id="parts"),
+        pytest.param(TASKS["epochs, last batch smaller"], id="epochs"),
+    ],
+)
 def test_it_goes_on_from_any_other_way_and_any_other_way_from_it(task, tmp_path):
     rows = {}
     for attempt in range(1, 100):

@@ -202,8 +202,8 @@ def test_it_is_equal_bit_for_bit(tmp_path, name, optimizer, accumulate, clip_nor
     assert sum(moved) == 0 or share < 1
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("name", ["gpt", "tied"])
+@pytest.mark.parametrize("clip_norm", [pytest.param(None, marks=pytest.mark.deep), 0.5])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.deep), "tied"])
 @pytest.mark.parametrize("activations", ["keep", "spill", "recompute"])
 def test_batches_that_go_through_a_shard_together_are_equal(tmp_path, name, activations, clip_norm):
     make, batches_of, loss = MODELS[name]
