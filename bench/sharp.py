@@ -355,8 +355,7 @@ def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int) -
 
 def _prepared(task: Task, budget_bytes: int, folder: Path, chosen: Any) -> Training:
     """A task before its first step; what comes before is not counted, and the budget is for what moves."""
-    if not getattr(task.strategy, "pooled", False):  # as in the loop: what lies between a pool's shards is not counted
-        return_freed_memory(budget_bytes)
+    return_freed_memory(budget_bytes)
     room = room_of(task, device=torch.device("cpu"), folder=folder, memory_bytes=2**34)
     assert room is not None
     training = Training(task, device=torch.device("cpu"), choose=chosen, room=room)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,18 @@ from rota.runtime.footprint import Footprints
 _FEWEST, _MOST = 2, 256
 
 
-def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int) -> tuple[Cut, Program, dict[str, Group]]:
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """A model cut so that each of its units fits."""
+
+    cut: Cut
+    program: Program
+    groups: dict[str, Group]
+    step: Step
+    units: tuple[Unit, ...]
+
+
+def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int) -> Fitting:
     """With few shards, or more, so that each unit fits; what they keep is made again only where it must be."""
     shards, again = _FEWEST, False
     while True:
@@ -38,8 +50,8 @@ def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int) -> tuple[Cu
         program = cut.program(graph)
         groups = groups_of(program)
         try:
-            pool_units(program, groups, training, room_bytes=room_bytes)
-            return cut, program, groups
+            step, units = pool_units(program, groups, training, room_bytes=room_bytes)
+            return Fitting(cut=cut, program=program, groups=groups, step=step, units=units)
         except FitError:
             if shards < _MOST:
                 shards *= 2

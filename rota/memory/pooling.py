@@ -47,22 +47,21 @@ class Pooling(Spilling):
     def _open(self, graph: Graph, spill: Spill, training: Training) -> Opening:
         half_bytes = self._budget_bytes() // 2
         try:
-            cut, program, groups = cut_to_fit(graph, training, room_bytes=half_bytes)
+            made = cut_to_fit(graph, training, room_bytes=half_bytes)
         except FitError as error:
             raise TaskError(self._too_small(error, half_bytes)) from error
-        step, units = pool_units(program, groups, training, room_bytes=half_bytes)
         self._half_bytes = half_bytes
         return Opening(
-            cut=cut,
+            cut=made.cut,
             training=training,
-            groups=groups,
-            items=step.items,
+            groups=made.groups,
+            items=made.step.items,
             # It may be on every device, what leaves it included. The arbiter counts the units of a device.
             budget_bytes=2 * len(self._seat.cores) * half_bytes,
-            way=lambda: self._pooled(program, step, units, training),
+            way=lambda: self._pooled(made.program, made.step, made.units, training),
             told=(
-                f"pool: {len(units)} units take turns with other tasks on {len(self._seat.cores)} devices, each in "
-                f"{format_bytes(half_bytes)}"
+                f"pool: {len(made.units)} units take turns with other tasks on {len(self._seat.cores)} devices, "
+                f"each in {format_bytes(half_bytes)}"
             ),
         )
 

@@ -86,7 +86,8 @@ class Spilling:
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """The devices of a gang have all shards each, and a part of every batch."""
-        assert parts.room is not None
+        if parts.room is None:
+            raise TaskError(f"{spill} needs a CPU device of which the memory is known, and this one is {parts.device}")
         self._parts = parts
         self._gang = gang if gang is not None and gang.size > 1 else None
         self._rank = 0 if self._gang is None else self._gang.rank
@@ -155,24 +156,22 @@ class Spilling:
         gang = self._gang
         budget_bytes = self._budget_bytes()
         found: Arrangement | None = None
+        answer: tuple[Cut, bool] | None = None
         refused = ""
         if self._rank == 0:
             replicas = 1 if gang is None else gang.size
             try:
                 found = arrange(graph, spill, training, budget_bytes=budget_bytes, rates=self._usual, replicas=replicas)
+                answer = (found.cut, found.training.activations_move)
             except FitError as error:
                 refused = self._too_small(error, budget_bytes)
-        if gang is None:
-            told = (found.cut, found.training.activations_move) if found is not None else None
-        else:
-            told, refused = gang.told(
-                ((found.cut, found.training.activations_move) if found is not None else None, refused)
-            )
-        if told is None:
+        if gang is not None:
+            answer, refused = gang.told((answer, refused))
+        if answer is None:
             raise TaskError(refused)
         if found is not None:
             return found
-        cut, move = told
+        cut, move = answer
         program = cut.program(graph)
         return self._arranged(
             cut,

@@ -165,10 +165,10 @@ class Loop:
             self._writer.wait()
             self._writer = executor.writer(self._written)
             self._while_running.callback(executor.close)
+            limits.return_freed_memory(self._memory_bytes)
+            self._while_running.callback(limits.keep_freed_memory)
             limits.give_back()
             if self._seat is None:  # otherwise the arbiter counts, and what lies between shards is on no device
-                limits.return_freed_memory(self._memory_bytes)
-                self._while_running.callback(limits.keep_freed_memory)
                 # It counts its own bytes; what allocators take beside them must not end it.
                 self._while_running.enter_context(limits.limited(self._memory_bytes * 11 // 10 + _ALLOCATORS_BYTES))
             else:

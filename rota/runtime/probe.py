@@ -263,13 +263,15 @@ def _estimates(
 
             alone_bytes = alone_bytes or needed_alone(graph, training.parts)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
-            found += candidates.predicted(
-                graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
-            )
+            with lifted():  # what it takes to search is not what it takes to train
+                found += candidates.predicted(
+                    graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
+                )
     if steps is not None and 1 in counts:
         found.insert(0, _measured(training, wishes, "single", steps, alone_bytes))
     elif steps is None and graph is not None and training.parts.room is not None:
-        found[:0] = _spilled(training, batch, graph, wishes, begun_s, notice, watch)
+        with lifted():  # it counts its own bytes
+            found[:0] = _spilled(training, batch, graph, wishes, begun_s, notice, watch)
     return tuple(found), searched
 
 
@@ -333,19 +335,20 @@ def try_out(
     if gang is None:
         room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes)
         training = Training(task, device=device, choose=choice, watch=watch, room=room)
-        with _roomy(room), _ending(made, folder):
+        with _roomy(task, room), _ending(made, folder):
             return timed(training, begun_s=begun_s, watch=watch)
     room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes, gang=gang)
     training = Training(task, device=device, choose=choice, watch=watch, room=room)
     watch("waiting for the other devices of the task")
     gang.meet(timeout_s=task.setup_timeout_s)
-    with _roomy(room), _ending(made, folder):
+    with _roomy(task, room), _ending(made, folder):
         return timed(training, begun_s=begun_s, watch=watch, more=lambda wish: gang.agree(wish)[0])
 
 
-def _roomy(room: Room | None) -> contextlib.AbstractContextManager[None]:
+def _roomy(task: Task, room: Room | None) -> contextlib.AbstractContextManager[None]:
     """What is larger than memory counts its own bytes."""
-    return lifted() if room is not None and room.building.away else contextlib.nullcontext()
+    larger = room is not None and (room.building.away or spills(task.strategy))
+    return lifted() if larger else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -53,15 +53,19 @@ def expected_model():
         torch.set_num_threads(before)
 
 
+def wait_for_commit(record):
+    deadline_s = time.monotonic() + 90
+    while not record.exists():
+        assert time.monotonic() < deadline_s, "nothing was committed"
+        time.sleep(0.02)
+
+
 @pytest.mark.timeout(240)
 def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, tmp_path):
     file = sweep_file(text=SWEEP)
     arguments = ("run", file, "--out", tmp_path / "run", "--devices", "1", "--memory", "200MiB")
     process = cli.start(*arguments)
-    deadline_s = time.monotonic() + 90
-    record = tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json"
-    while not record.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
     for worker in cli.workers(process):
         os.kill(worker.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=150)
@@ -78,7 +82,8 @@ def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, t
 
 
 @pytest.mark.timeout(240)
-def test_a_schedule_of_two_devices_lets_what_does_not_fit_spill(cli, sweep_file, tmp_path):
+@pytest.mark.parametrize("memory", ["120MiB", "200MiB"], ids=["its weights leave, too", "its weights fit"])
+def test_a_schedule_of_two_devices_lets_what_does_not_fit_spill(cli, sweep_file, tmp_path, memory):
     small = """
 small = rota.Task(
     name="small",
@@ -91,8 +96,12 @@ small = rota.Task(
 sweep = rota.Sweep(tasks=[task, small])
 """
     file = sweep_file(text=SWEEP + small)
-    done = cli.run("run", file, "--out", tmp_path / "run", "--devices", "2", "--memory", "120MiB", timeout=200)
+    done = cli.run("run", file, "--out", tmp_path / "run", "--devices", "2", "--memory", memory, timeout=200)
     assert done.returncode == 0, done.stderr
+    assert "out of memory" not in done.stderr
+    planned = cli.run("plan", file, "--devices", "2", "--memory", memory, "--json", timeout=100)
+    ways = {one["strategy"]: one["measured"] for task in json.loads(planned.stdout)["tasks"] for one in task["options"]}
+    assert ways["spill"] is True
     result = rota.open_run(tmp_path / "run")
     assert [result.task(name).state for name in ("wide", "small")] == ["finished", "finished"]
     assert "wide: spill: " in done.stderr
@@ -129,10 +138,7 @@ def test_tasks_that_share_devices_shard_by_shard_are_the_plain_ones(cli, sweep_f
     file = sweep_file(text=SWEEP + POOL)
     arguments = ("--devices", "2", "--memory", "60MiB", "--strategy", "pool", "--out", tmp_path / "run")
     process = cli.start("run", file, *arguments)
-    deadline_s = time.monotonic() + 90
-    record = tmp_path / "run" / "tasks" / "b" / "shards" / "commit.json"
-    while not record.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    wait_for_commit(tmp_path / "run" / "tasks" / "b" / "shards" / "commit.json")
     os.kill(cli.workers(process)[-1].pid, signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
@@ -162,10 +168,7 @@ def test_devices_that_share_the_samples_spill(cli, sweep_file, tmp_path):
     strategy = "data(2) * spill(shards=6)"
     arguments = ("--devices", "2", "--memory", "84MiB", "--strategy", strategy, "--out", tmp_path / "run")
     process = cli.start("run", file, *arguments)
-    deadline_s = time.monotonic() + 90
-    record = tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json"
-    while not record.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
     os.kill(cli.workers(process)[-1].pid, signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err

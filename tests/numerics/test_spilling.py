@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import rota
 from rota.errors import FitError, TaskError
 from rota.memory import arrange, building, spilling
 from rota.memory.residency import Rates
@@ -167,6 +168,13 @@ def test_fifty_steps_of_normalised_batches(tmp_path):
     surroundings = Surroundings()
     train(task, tmp_path, surroundings)
     assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+@pytest.mark.parametrize("strategy", [spill(), "pool"])
+def test_a_device_of_which_the_memory_is_unknown_is_refused(strategy, tmp_path):
+    strategy = rota.strategies.pool() if strategy == "pool" else strategy
+    with pytest.raises(TaskError, match="needs a CPU device of which the memory is known"):
+        train(gpt_task(strategy=strategy), tmp_path, Surroundings(), memory_bytes=0)
 
 
 def test_a_bit_of_a_shard_that_flipped_is_told(tmp_path):

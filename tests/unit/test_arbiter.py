@@ -99,6 +99,7 @@ def test_units_take_turns(count, devices):
     assert watch.most_held <= 2
 
 
+@pytest.mark.alone
 def test_devices_are_busy_and_the_longest_goes_first():
     models = {name: {"rows": [3] * batches, "unit_s": 0.02} for name, batches in {"a": 10, "b": 6, "c": 4}.items()}
     watch, took_s = played(models, devices=2, wait=True)
