@@ -2,6 +2,7 @@
 
 import pytest
 
+from rota.execute import pools
 from rota.execute.policy import Launch, OpenPool, View, Waiting
 from rota.execute.pools import Sharing, pool_of
 from rota.execute.record import RunRecord, TaskRecord
@@ -10,6 +11,12 @@ from rota.profile.estimate import Estimate
 from rota.schedule.problem import Node
 from rota.schedule.replan import Left, problem_of
 from rota.schedule.solve import Limit, solve
+
+
+@pytest.fixture(autouse=True)
+def hardly_slower(monkeypatch):
+    """As where tasks compute for longer than they move."""
+    monkeypatch.setattr(pools, "_SLOWER", 1.1)
 
 
 def estimate(label, step_s, devices=1):
