@@ -14,8 +14,8 @@ from rota.techniques import POOL
 
 _SPILLS = "spill"
 _SLOWER = 3.0
-"""Than alone, as measured of three tasks that wait for the disk: nothing is kept for a model in a device's memory. What a
-pool moves is not part of the forecast yet, so that this is assumed of all, and hardly any is opened."""
+"""Than alone, as measured of three tasks that wait for the disk: nothing is kept for a model in a device's memory.
+What a pool moves is not part of the forecast yet, so that this is assumed of all, and hardly any is opened."""
 _START_S = 3.0
 """The processes of a pool are started for it."""
 _WORTH = 0.97
