@@ -154,6 +154,25 @@ def even_widths(size: int, parts: int) -> tuple[int, ...]:
     return tuple(whole + (1 if i < rest else 0) for i in range(parts))
 
 
+def weighted_widths(size: int, weights: Sequence[float], *, grain: int = 1) -> tuple[int, ...]:
+    """Widths of at least one grain each, such that the largest of width / weight is as small as it can be."""
+    units, parts = size // grain, len(weights)
+    if units < parts:
+        return even_widths(size, parts)
+    whole = sum(weights)
+    # Such widths never fall short of their whole part of the even share; what is left goes one by one.
+    found = [max(1, int(units * weight / whole)) for weight in weights]
+    while sum(found) > units:
+        last = max((i for i in range(parts) if found[i] > 1), key=lambda i: (found[i] / weights[i], i))
+        found[last] -= 1
+    while sum(found) < units:
+        first = min(range(parts), key=lambda i: ((found[i] + 1) / weights[i], i))
+        found[first] += 1
+    widths = [one * grain for one in found]
+    widths[max(range(parts), key=lambda i: (weights[i], -i))] += size - sum(widths)
+    return tuple(widths)
+
+
 def hull(boxes: Iterable[Box]) -> Box:
     """The smallest box that has the ranges of all of them, with the whole value."""
     ranges = zip(*(box.ranges for box in boxes), strict=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op, Role
 from rota.graph.scaled import scale_before_sum
+from rota.plan.box import weighted_widths
 from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.dims import dim_of
@@ -17,19 +19,21 @@ from rota.strategies.mesh import Choice, Copy, Cut, Mesh, Recipe
 class Data(Recipe):
     """Every op that counts samples is cut along them, the others are copied; the rest is derived."""
 
+    balances: ClassVar[bool] = True
+
     def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """With a loss for which no device has to wait before its backward pass."""
         return scale_before_sum(graph) if whole and degree > 1 else graph
 
     def begin(self, plan: Plan, degree: int) -> Samples:
         """Refused if there are fewer samples than devices."""
-        return Samples(plan, degree)
+        return Samples(plan, degree, self.shares)
 
 
 class Samples:
     """Cuts samples."""
 
-    def __init__(self, plan: Plan, degree: int) -> None:
+    def __init__(self, plan: Plan, degree: int, shares: tuple[float, ...] | None = None) -> None:
         samples = plan.batch_size or 0
         if samples // plan.microbatches < degree:
             within = f" in {plan.microbatches} micro-batches" if plan.microbatches > 1 else ""
@@ -37,6 +41,7 @@ class Samples:
             raise InputError(f"a batch of {samples} samples{within} cannot be shared by {degree} devices; use {fewer}")
         self._plan = plan
         self._samples = samples
+        self._widths = None if shares is None else weighted_widths(samples, shares)
         self._families = plan.refined.batch_families()
         self._counts = counted_by_all(plan) if plan.microbatches == 1 else frozenset()
 
@@ -45,7 +50,7 @@ class Samples:
         if op.name in self._counts:
             return Copy()
         dim = dim_of(self._plan.refined, op.name, self._families)
-        return Copy() if dim is None or dim.size != self._samples else Cut(dim=dim.name)
+        return Copy() if dim is None or dim.size != self._samples else Cut(dim=dim.name, widths=self._widths)
 
     def finish(self, mesh: Mesh) -> None:
         """Nothing is left to say."""

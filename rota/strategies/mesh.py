@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Protocol
+
+import numpy as np
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
@@ -141,12 +143,18 @@ class Recipe:
 
     orders_microbatches: ClassVar[bool] = False
     """Whether it says itself in which order micro-batches run."""
+    balances: ClassVar[bool] = False
+    """Whether it heeds `shares`."""
     degree: int | None = None
     """How many devices along its axis; what is left over if not given."""
     microbatches: int | None = None
     """In how many parts a batch is taken, one after another; one if nobody says more."""
+    shares: tuple[float, ...] | None = field(default=None, repr=False)
+    """How the work is divided between the places of its axis; evenly if not given."""
 
     def __post_init__(self) -> None:
+        if self.shares is not None and not all(share > 0 for share in self.shares):
+            raise InputError(f"{_name(self)}: shares must be positive, not {self.shares}")
         for what, count in (("degree", self.degree), ("microbatches", self.microbatches)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise InputError(f"{_name(self)}: {what} must be a whole number of at least 1, not {count!r}")
@@ -250,6 +258,45 @@ class Product:
             named = " and ".join(_name(recipe) for recipe in open_axes)
             raise InputError(f"give the degree of all but one of {named}")
         return tuple(recipe.degree if recipe.degree is not None else devices // known for recipe in self.recipes)
+
+
+def can_balance(strategy: object) -> bool:
+    """Whether devices may get unequal shares of the work under a strategy."""
+    recipes = strategy.recipes if isinstance(strategy, Product) else (strategy,)
+    return any(isinstance(recipe, Recipe) and recipe.balances for recipe in recipes)
+
+
+def with_shares(strategy: Recipe | Product, shares: Sequence[float]) -> Recipe | Product:
+    """The strategy with its work divided between devices in this proportion, as near as its axes can come to it."""
+    if isinstance(strategy, Recipe):
+        return replace(strategy, shares=tuple(shares))
+    degrees = strategy.degrees(len(shares))
+    heed = [recipe.balances and degree > 1 for recipe, degree in zip(strategy.recipes, degrees, strict=True)]
+    found = axis_shares(shares, degrees, heed)
+    recipes = zip(strategy.recipes, found, strict=True)
+    return replace(strategy, recipes=tuple(replace(recipe, shares=one) for recipe, one in recipes))
+
+
+def axis_shares(
+    shares: Sequence[float], degrees: Sequence[int], heed: Sequence[bool]
+) -> list[tuple[float, ...] | None]:
+    """Shares along each axis; their products are what devices get, and no device should get too much."""
+    wanted = np.asarray(shares, dtype=float).reshape(tuple(degrees))
+    found = [np.full(degree, 1 / degree) for degree in degrees]
+    for _ in range(_ROUNDS):
+        for axis, heeds in enumerate(heed):
+            if heeds:
+                others = np.ones_like(wanted)
+                for number, one in enumerate(found):
+                    if number != axis:
+                        others = others * one.reshape([-1 if i == number else 1 for i in range(len(degrees))])
+                rest = tuple(i for i in range(len(degrees)) if i != axis)
+                most = (wanted / others).min(axis=rest)
+                found[axis] = most / most.sum()
+    return [tuple(one.tolist()) if heeds else None for one, heeds in zip(found, heed, strict=True)]
+
+
+_ROUNDS = 10
 
 
 def _name(recipe: Recipe) -> str:

@@ -33,6 +33,7 @@ class Pipeline(Recipe):
     """Stages of about equal cost; any graph, since a value may skip stages."""
 
     orders_microbatches: ClassVar[bool] = True
+    balances: ClassVar[bool] = True
     order: Order = "1f1b"
     chunks: int = 2
     """How many stages each device has, if they are interleaved."""
@@ -62,7 +63,10 @@ class _Stages:
         self.stages = degree * (recipe.chunks if recipe.order == "interleaved" else 1)
         measured = recipe.seconds is not None
         send = _SEND_S if measured else _SEND_WORK
-        self.stage_of = stages_by_cost(plan, self.stages, recipe.seconds, send=send)
+        speeds = None
+        if recipe.shares is not None:
+            speeds = [recipe.shares[stage % degree] * degree for stage in range(self.stages)]
+        self.stage_of = stages_by_cost(plan, self.stages, recipe.seconds, send=send, speeds=speeds)
         self._copied = copied(plan, self.stage_of)
 
     def choose(self, op: Op) -> Choice:
@@ -99,14 +103,22 @@ class _Stages:
 
 
 def stages_by_cost(
-    plan: Plan, stages: int, costs: Sequence[float] | None = None, *, send: Rates = _SEND_WORK
+    plan: Plan,
+    stages: int,
+    costs: Sequence[float] | None = None,
+    *,
+    send: Rates = _SEND_WORK,
+    speeds: Sequence[float] | None = None,
 ) -> dict[str, int]:
-    """The stage of each op: contiguous runs in the order of the graph, of about equal cost with what they exchange."""
+    """The stage of each op: contiguous runs in the order of the graph, that take about as long with what they exchange.
+
+    `speeds` are those of the stages' devices, 1 on average; all are 1 if not given.
+    """
     ops = plan.graph.ops
     if len(ops) < stages:
         raise InputError(f"a model of {len(ops)} ops cannot be cut into {stages} stages; use fewer")
     costs = [op_cost(plan, op) for op in ops] if costs is None else costs
-    bounds = even_bounds(costs, _crossing_costs(plan, send), stages)
+    bounds = even_bounds(costs, _crossing_costs(plan, send), stages, speeds=speeds)
     return {op.name: bisect.bisect_right(bounds, i) for i, op in enumerate(ops)}
 
 
@@ -139,17 +151,20 @@ def _crossing_costs(plan: Plan, rates: Rates) -> list[float]:
     return [max(0.0, one) for one in itertools.accumulate(changes[: len(graph.ops) + 1])]
 
 
-def even_bounds(costs: Sequence[float], crossing: Sequence[float], stages: int) -> list[int]:
-    """Where stages 1, 2, ... begin, so that the dearest stage with its two cuts is as cheap as can be."""
+def even_bounds(
+    costs: Sequence[float], crossing: Sequence[float], stages: int, *, speeds: Sequence[float] | None = None
+) -> list[int]:
+    """Where stages 1, 2, ... begin, so that the slowest stage with its two cuts is as fast as can be."""
+    speeds = [1.0] * stages if speeds is None else speeds
     before = np.concatenate([[0.0], np.cumsum(costs)])
     cuts = np.asarray(crossing, dtype=float).copy()
     cuts[0] = cuts[-1] = 0.0
-    low, high = 0.0, float(before[-1] + 2 * cuts.max()) * (1 + 1e-9)
-    found = _within(before, cuts, stages, high)
+    low, high = 0.0, float(before[-1] + 2 * cuts.max()) * (1 + 1e-9) / min(speeds)
+    found = _within(before, cuts, speeds, high)
     assert found is not None
     for _ in range(40):
         middle = (low + high) / 2
-        bounds = _within(before, cuts, stages, middle)
+        bounds = _within(before, cuts, speeds, middle)
         if bounds is None:
             low = middle
         else:
@@ -157,8 +172,9 @@ def even_bounds(costs: Sequence[float], crossing: Sequence[float], stages: int) 
     return found
 
 
-def _within(before: Any, cuts: Any, stages: int, limit: float) -> list[int] | None:
-    """Bounds of stages that cost no more than this, each of at least one op; None if there are none."""
+def _within(before: Any, cuts: Any, speeds: Sequence[float], limit: float) -> list[int] | None:
+    """Bounds of stages that take no more than this, each of at least one op; None if there are none."""
+    stages = len(speeds)
     # A stage from i to j costs (before[j] + cuts[j]) - (before[i] - cuts[i]).
     gains, ends = before - cuts, before + cuts
     count = len(before)
@@ -169,7 +185,7 @@ def _within(before: Any, cuts: Any, stages: int, limit: float) -> list[int] | No
     for stage in range(stages):
         # best[j - 1]: the stage has at least one op.
         reached = np.zeros(count, dtype=bool)
-        reached[1:] = ends[1:] - best[:-1] <= limit
+        reached[1:] = ends[1:] - best[:-1] <= limit * speeds[stage]
         begun = np.concatenate([[0], starts[:-1]])
         trail.append(begun)
         if stage == stages - 1:

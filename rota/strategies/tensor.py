@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
 from rota.graph.refine import Dim, Refined
 from rota.graph.vocabulary import BLOCK_SCORES, block_classes
+from rota.plan.box import weighted_widths
 from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.dims import dim_of, paired_families
@@ -19,6 +21,7 @@ from rota.strategies.mesh import Choice, Copy, Cut, Mesh, Recipe
 class Tensor(Recipe):
     """Megatron's cuts, found in any graph; with `sequence`, what lies outside of them is cut along the sequence."""
 
+    balances: ClassVar[bool] = True
     sequence: bool = False
     vocabulary: bool = False
     """Also cut embeddings, the last product and the loss along the vocabulary."""
@@ -29,17 +32,18 @@ class Tensor(Recipe):
 
     def begin(self, plan: Plan, degree: int) -> _Columns:
         """Refused if no product of the model can be cut so often."""
-        return _Columns(plan, degree, sequence=self.sequence, vocabulary=self.vocabulary)
+        return _Columns(plan, degree, self)
 
 
 class _Columns:
-    def __init__(self, plan: Plan, degree: int, *, sequence: bool, vocabulary: bool) -> None:
+    def __init__(self, plan: Plan, degree: int, recipe: Tensor) -> None:
         self._refined = plan.refined
+        self._shares = recipe.shares
         self._families = paired_families(plan.refined, degree)
         if not self._families and degree > 1:
             raise InputError(f"the model has no heads or columns that can be cut into {degree}; use fewer devices")
-        self._sequence = _sequence_families(plan, degree) if sequence else frozenset()
-        self._vocabulary = Vocabulary(plan.refined, degree) if vocabulary else None
+        self._sequence = _sequence_families(plan, degree) if recipe.sequence else frozenset()
+        self._vocabulary = Vocabulary(plan.refined, degree) if recipe.vocabulary else None
 
     def choose(self, op: Op) -> Choice:
         """Along the vocabulary, if wished; along heads or columns; else along the sequence, if wished; else copied."""
@@ -48,7 +52,13 @@ class _Columns:
             dim = dim_of(self._refined, op.name, self._families)
         if dim is None and op.kind != "scaled_dot_product_attention":
             dim = dim_of(self._refined, op.name, self._sequence)
-        return Copy() if dim is None else Cut(dim=dim.name)
+        return Copy() if dim is None else Cut(dim=dim.name, widths=self._widths(dim.size))
+
+    def _widths(self, size: int) -> tuple[int, ...] | None:
+        """Each family for itself: devices meet after each pair of products, so that none can make up for another."""
+        if self._shares is None:
+            return None
+        return weighted_widths(size, self._shares, grain=_GRAIN if size >= _FINE and size % _GRAIN == 0 else 1)
 
     def finish(self, mesh: Mesh) -> None:
         """Nothing is left to say."""
@@ -106,6 +116,9 @@ def _looked_up(refined: Refined, degree: int) -> frozenset[int]:
     return frozenset(found)
 
 
+_GRAIN = 16
+"""Products are fast on blocks of columns."""
+_FINE = 32 * _GRAIN
 _SMALL_TABLE = 10
 """A table is small if it has less than one in so many of the elements of the largest."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
@@ -22,6 +23,7 @@ from rota.strategies.mesh import Choice, Mesh, Recipe
 class Zero(Recipe):
     """Stage 1 and 2 keep gathered parameters for a step; stage 3 (FSDP) gathers them for each layer and pass."""
 
+    balances: ClassVar[bool] = True
     stage: int = 3
 
     def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
@@ -32,13 +34,13 @@ class Zero(Recipe):
         """Refused as data parallelism is."""
         if self.stage not in (1, 2, 3):
             raise InputError(f"zero has the stages 1, 2 and 3, not {self.stage}")
-        return _Stored(plan, degree, self.stage)
+        return _Stored(plan, degree, self.stage, self.shares)
 
 
 class _Stored:
-    def __init__(self, plan: Plan, degree: int, stage: int) -> None:
+    def __init__(self, plan: Plan, degree: int, stage: int, shares: tuple[float, ...] | None) -> None:
         self._plan = plan
-        self._samples = Samples(plan, degree)
+        self._samples = Samples(plan, degree, shares)
         self._degree = degree
         self._stage = stage
 

@@ -1,0 +1,1 @@
+"""Keeps a task's pace when its devices are unequal or turn slow."""
