@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 Precision = Literal["float32", "float64", "bfloat16"]
+BALANCES = ("migrate", "semi", "resize", "off")
 PRECISIONS: tuple[str, ...] = ("float32", "float64", "bfloat16")
 
 # A task's name is also the name of its folder, on every file system.
@@ -105,6 +106,9 @@ class Task:
     """How the model runs on several devices: "auto", a name such as "tensor", or a strategy (rota.strategies)."""
     devices: int | None = None
     """How many devices it gets; by default what its strategy needs, or its share of all."""
+    balance: Any = "migrate"
+    """How its devices keep their pace: "migrate" moves work between them and changes no result; "semi" and "resize" may
+    also leave work out, which may cost accuracy; "off"; or your own policy (see docs/balance.md)."""
     deadline_s: float | None = None
     """By when it should have ended, in seconds from the beginning of the run; the schedule heeds it first of all."""
     compile: bool = False
@@ -136,6 +140,8 @@ class Task:
                 f"{where}: strategy must be a name such as 'tensor' or a strategy of rota.strategies, "
                 f"not {type(self.strategy).__name__}"
             )
+        if self.balance not in BALANCES and not callable(self.balance):
+            raise InputError(f"{where}: balance can be {', '.join(BALANCES)} or a policy, not {self.balance!r}")
         for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate", "devices"):
             if getattr(self, name) is not None or name == "accumulate":
                 _set_count(self, name, where)

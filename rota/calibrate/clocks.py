@@ -39,6 +39,18 @@ def pace_s(timer: Clock) -> float:
     return min(times)
 
 
+def device_pace_s(*, size: int = 256, rounds: int = 7) -> float:
+    """What a product takes on this device, in real time: the best of some, since others may disturb it for a moment."""
+    one = torch.ones(size, size)
+    times = []
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        for _ in range(4):
+            one @ one
+        times.append(time.perf_counter() - began_s)
+    return min(times)
+
+
 def low(values: Iterable[float]) -> float:
     """The lower quartile: what it takes if nobody disturbs, without the luck of the very best."""
     ordered = sorted(values)

@@ -13,7 +13,7 @@ from rota.execute.events import Event, Launched, Lost, Requeued, RunEnded, RunNo
 from rota.execute.policy import Launch, LongestFirst, OpenPool, Policy, Switch, View, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
-from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
+from rota.runtime.messages import Balanced, Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder
 from rota.sweep import Sweep
@@ -212,7 +212,7 @@ class Controller:
         elif isinstance(sign, Measured):
             self._note(sign)
             self._unconfirmed[device] = sign
-        elif isinstance(sign, Began | Saved | Noticed):
+        elif isinstance(sign, Began | Saved | Noticed | Balanced):
             self._note(sign)
         elif isinstance(sign, Failed) and sign.way and (rest := self._policy.another_way(task)):
             how = task.strategy or "its strategy"

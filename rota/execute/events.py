@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.codec import register
-from rota.runtime.messages import Began, Failed, Finished, Halted, Measured, Noticed, Saved
+from rota.runtime.messages import Balanced, Began, Failed, Finished, Halted, Measured, Noticed, Saved
 
 
 @register
@@ -108,6 +108,7 @@ Event = (
     | Measured
     | Saved
     | Noticed
+    | Balanced
     | Halted
     | Finished
     | Failed

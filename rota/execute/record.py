@@ -13,7 +13,7 @@ from typing import Any
 from rota.errors import StoreError
 from rota.execute.events import Event, Launched, Lost, Requeued, RunBegan, RunEnded, RunNoted, RunResumed, Stopped
 from rota.execute.states import RUN_TRANSITIONS, TASK_TRANSITIONS, RunState, TaskState
-from rota.runtime.messages import Began, Failed, Finished, Halted, Measured, Noticed, Saved
+from rota.runtime.messages import Balanced, Began, Failed, Finished, Halted, Measured, Noticed, Saved
 
 
 @dataclass(kw_only=True)
@@ -26,6 +26,18 @@ class Span:
     end_s: float | None = None
     end: str = ""
     """How it ended: finished, failed, lost, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How the work of a task was divided from a step on."""
+
+    attempt: int
+    step: int
+    shares: tuple[float, ...]
+    left_out: tuple[float, ...]
+    pause_s: float
+    why: str
 
 
 @dataclass(kw_only=True)
@@ -60,6 +72,10 @@ class TaskRecord:
     """The latest value of each metric."""
     step_s: float | None = None
     """Seconds per step, lately."""
+    pace: tuple[float, ...] = ()
+    """Of several devices, the seconds that each computed in the latest step."""
+    balance: list[Balance] = field(default_factory=list)
+    """How work was moved between its devices, in order."""
     spans: list[Span] = field(default_factory=list)
     reason: str = ""
     """Why it did not finish."""
@@ -70,6 +86,16 @@ class TaskRecord:
     def remaining_steps(self) -> int | None:
         """Steps left from the last checkpoint, if the length is known."""
         return None if self.total_steps is None else max(0, self.total_steps - self.saved_step)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How fast each of its devices works, 1 for the fastest; empty if it has one, or nothing is known yet."""
+        if len(self.pace) < 2 or len(self.pace) != len(self.devices) or min(self.pace) <= 0:
+            return ()
+        latest = self.balance[-1] if self.balance and self.balance[-1].attempt == self.attempt else None
+        shares = latest.shares if latest is not None else (1.0,) * len(self.pace)
+        rates = [share / seconds for share, seconds in zip(shares, self.pace, strict=True)]
+        return tuple(rate / max(rates) for rate in rates)
 
     def busy_s(self, *, now_s: float) -> float:
         """Time spent on devices, over all attempts; on several at once it counts once."""
@@ -164,7 +190,7 @@ class RunRecord:
         if isinstance(event, Launched):
             _move(task, TaskState.RUNNING)
             task.attempt, task.devices = event.attempt, tuple(event.devices)
-            task.strategy, task.began_s = event.strategy, None
+            task.strategy, task.began_s, task.pace = event.strategy, None, ()
             task.step_s = None  # of another way to run
             task.spans += [Span(device=one, attempt=event.attempt, begin_s=time_s) for one in event.devices]
         elif isinstance(event, Began):
@@ -177,8 +203,20 @@ class RunRecord:
             task.step = max(step for step, _ in event.rows) if event.rows else task.step
             task.metrics = dict(event.latest)
             task.step_s = event.step_s if event.step_s is not None else task.step_s
+            task.pace = tuple(event.pace) or task.pace
         elif isinstance(event, Saved):
             task.saved_step = event.step
+        elif isinstance(event, Balanced):
+            task.balance.append(
+                Balance(
+                    attempt=event.attempt,
+                    step=event.step,
+                    shares=tuple(event.shares),
+                    left_out=tuple(event.left_out),
+                    pause_s=event.pause_s,
+                    why=event.why,
+                )
+            )
         elif isinstance(event, Noticed):
             task.notices.append(event.text)
             self.notices.append((time_s, task.name, event.text))

@@ -47,6 +47,8 @@ class Acting:
         self._batches = batches
         self._rank = rank
         self._instructions = {one.index: one for one in instructions_of(program, rank, {})}
+        if groups:
+            groups.prepare(program)
         self._exchanges = [
             Exchanges(device, groups, list(self._instructions.values())) for device in self._devices if groups
         ]

@@ -82,12 +82,6 @@ class SpilledRun(DeviceRun):
         for (name, _), value in self._stored.items():
             self.values[value] = stored[name]
 
-    def prepare(self) -> None:
-        """Make the code of all segments now, and not when others may wait for them."""
-        for segment in self.program.segments:
-            if segment.device == self.device:
-                self._runner(segment.index)
-
     def share_code(self, other: SpilledRun) -> None:
         """Run the same segments as another one, which has other values."""
         self._runners = other._runners

@@ -42,7 +42,9 @@ class Programs:
         self._most = most
         self._notice = notice
         self._known: OrderedDict[Any, Program] = OrderedDict()
+        self._graphs: dict[Any, Graph] = {}
         self._first: Program | None = None
+        self._first_key: Any = None
         self.compiled = 0
         """How many programs were compiled so far."""
 
@@ -52,13 +54,38 @@ class Programs:
         trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
         key = (modes, trained, backward, shape_of(batch))
         if key not in self._known:
-            self._known[key] = self._compile(graph or capture(self._model, batch, self._loss), backward)
-            self._first = self._first or self._known[key]
-            self.compiled += 1
+            self._graphs[key] = graph = graph or capture(self._model, batch, self._loss)
+            self._keep(key, self._compile(graph, backward))
             if len(self._known) > self._most:
-                self._known.popitem(last=False)
+                gone, _ = self._known.popitem(last=False)
+                if gone != self._first_key:
+                    del self._graphs[gone]
         self._known.move_to_end(key)
         return self._known[key]
+
+    def _keep(self, key: Any, program: Program) -> None:
+        self._known[key] = program
+        if self._first is None:
+            self._first, self._first_key = program, key
+        self.compiled += 1
+
+    @property
+    def first(self) -> Program:
+        """The one that says where parameters are."""
+        assert self._first is not None
+        return self._first
+
+    def under(self, strategy: Callable[[Graph], Plan]) -> Programs:
+        """For the same shapes and modes, as many as there are so far, under another strategy; none is compiled yet."""
+        made = Programs(self._model, self._loss, strategy, most=self._most, notice=self._notice)
+        made._graphs = {key: self._graphs[key] for key in dict.fromkeys([self._first_key, *self._known])}
+        return made
+
+    def compile_all(self) -> None:
+        """Compile for all shapes and modes that are known of; it may be done beside other things."""
+        for key, graph in self._graphs.items():
+            _, _, backward, _ = key
+            self._keep(key, self._compile(graph, backward))
 
     def _compile(self, graph: Graph, backward: bool) -> Program:
         first = self._first

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from rota.execute.controller import Observer
 from rota.execute.events import Event, Launched, Lost, Requeued, RunNoted, Stopped
-from rota.execute.record import RunRecord, TaskRecord
+from rota.execute.record import Balance, RunRecord, TaskRecord
 from rota.execute.states import TaskState
 from rota.report.format import duration, metric, steps
-from rota.runtime.messages import Began, Failed, Finished, Noticed
+from rota.runtime.messages import Balanced, Began, Failed, Finished, Noticed
 
 _LINES_EVERY_S = 10.0
 _DRAW_EVERY_S = 0.25
@@ -160,7 +160,7 @@ def _row(task: TaskRecord) -> list[Text]:
         steps(task),
         metric(task.metrics.get("train/loss")),
         metric(task.metrics.get("valid/loss")),
-        speed,
+        " ".join([speed, *pace(task)]) if running else "",
         duration(left_s) if running and left_s is not None else "",
     ]
     return [Text(cell, style=_STYLES[task.state]) for cell in cells]
@@ -209,7 +209,28 @@ def _remark(record: RunRecord, event: Event) -> str:
         return f"{event.task}: {event.reason}"
     if isinstance(event, RunNoted):
         return event.text
+    if isinstance(event, Balanced):
+        return f"{event.task}: after step {event.step} {balance_words(event)}"
     return ""
+
+
+def balance_words(event: Balanced | Balance) -> str:
+    """What was done about slow devices, and why."""
+    if any(event.left_out):
+        gone = ", ".join(f"device {i} {part:.0%}" for i, part in enumerate(event.left_out) if part)
+        return f"products leave out ({gone}): {event.why}"
+    shares = ", ".join(f"{share:.0%}" for share in event.shares)
+    paused = f", in {event.pause_s:.2f} s" if event.pause_s else ""
+    return f"devices have {shares} of the work{paused}: {event.why}"
+
+
+def pace(task: TaskRecord) -> list[str]:
+    """How fast each device is against the fastest, where they differ."""
+    speeds = task.speeds
+    return [" ".join(f"{speed:.0%}" for speed in speeds)] if speeds and min(speeds) < _UNEQUAL else []
+
+
+_UNEQUAL = 0.9
 
 
 def _plain_line(record: RunRecord, event: Event) -> str:
@@ -230,6 +251,7 @@ def _progress_words(task: TaskRecord) -> str:
             words.append(f"{name} {metric(task.metrics[name])}")
     if task.step_s:
         words.append(f"{1 / task.step_s:.3g} steps/s")
+    words += [f"devices at {one}" for one in pace(task)]
     if task.state is TaskState.RUNNING and (left_s := _left_s(task)):
         words.append(f"{duration(left_s)} left")
     return ", ".join(words)

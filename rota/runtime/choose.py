@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rota.calibrate.clocks import device_pace_s
 from rota.calibrate.known import Links, Store
 from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
@@ -15,6 +16,7 @@ from rota.graph.graph import Graph
 from rota.plan.simulate import Simulation
 from rota.profile.estimate import WORTH_S
 from rota.runtime.alone import Alone
+from rota.runtime.balancing import Tell, silent
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.one_device import spills
@@ -24,18 +26,45 @@ from rota.search.stages import microbatches_of, op_seconds, wants_measured_stage
 from rota.state.rng import keeping_random_state
 from rota.store.cache import cache_folder
 from rota.strategies.base import find
+from rota.strategies.mesh import can_balance, has_shares, with_shares
 from rota.strategies.single import single
 
 _SEARCH_S = 60.0
 # The best few by rough rates are looked at with measured ones.
 _MEASURED = 5
 _CALIBRATE_S = 20.0
+# Devices that differ by less are left to what is measured while they train.
+_UNEQUAL = 1.3
 
 Notice = Callable[[str], None]
 
 
-def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: int, notice: Notice) -> Executor:
-    """The executor of a task; every process of the gang comes to the same."""
+def choose(
+    parts: Parts,
+    batch: Any,
+    *,
+    gang: Gang,
+    step: int,
+    total_steps: int,
+    memory_bytes: int,
+    notice: Notice,
+    tell: Tell = silent,
+) -> Executor:
+    """The executor of a task; every process of the gang comes to the same. `step` is the last that was taken."""
+
+    def planned(strategy: Any, graph: Graph) -> Planned:
+        strategy = fitted(balanced(strategy, graph, gang, notice), parts, gang, notice)
+        return Planned(
+            parts,
+            batch,
+            gang=gang,
+            strategy=strategy,
+            graph=graph,
+            notice=notice,
+            total_steps=total_steps,
+            tell=tell,
+        )
+
     strategy: Any = parts.task.strategy
     if hasattr(strategy, "execute"):  # it makes no plan: PyTorch's own, or a technique
         executor: Executor = strategy.execute(parts, batch, gang=gang, notice=notice)
@@ -46,10 +75,7 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
         return Spilling(parts, batch, spill=strategy, gang=gang, notice=notice)
     if strategy != "auto":
         made = find(strategy) if isinstance(strategy, str) else strategy
-        graph = graph_of(parts, batch)
-        return Planned(
-            parts, batch, gang=gang, strategy=balanced(made, graph, gang, notice), graph=graph, notice=notice
-        )
+        return planned(made, graph_of(parts, batch))
     try:
         graph = graph_of(parts, batch)
     except CaptureError as error:
@@ -57,7 +83,7 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
         return Alone(parts, gang=gang)
     text = ""
     if gang.leads:
-        text = quick_answer(graph, steps=steps, memory_bytes=memory_bytes, notice=notice)
+        text = quick_answer(graph, steps=total_steps - step, memory_bytes=memory_bytes, notice=notice)
     text = gang.told(text)
     if not text:
         with keeping_random_state():
@@ -67,8 +93,7 @@ def choose(parts: Parts, batch: Any, *, gang: Gang, steps: int, memory_bytes: in
         text = gang.told(text)
     if text == str(single()):
         return Alone(parts, gang=gang)
-    strategy = balanced(find(text), graph, gang, notice)
-    return Planned(parts, batch, gang=gang, strategy=strategy, graph=graph, notice=notice)
+    return planned(find(text), graph)
 
 
 def needed_bytes(graph: Graph) -> int:
@@ -89,6 +114,20 @@ def balanced(strategy: Any, graph: Graph, gang: Gang, notice: Notice) -> Any:
         with keeping_random_state():
             seconds = op_seconds(graph, microbatches_of(strategy, graph, gang.size), notice=notice)
     return with_stages(strategy, gang.told(seconds))
+
+
+def fitted(strategy: Any, parts: Parts, gang: Gang, notice: Notice) -> Any:
+    """The strategy with work divided as the devices are fast, where they differ and nobody has said otherwise."""
+    if parts.task.balance == "off" or gang.size == 1 or not can_balance(strategy) or has_shares(strategy):
+        return strategy
+    paces = gang.everyone(device_pace_s())
+    if max(paces) < min(paces) * _UNEQUAL:
+        return strategy
+    speeds = [1 / pace for pace in paces]
+    shares = tuple(speed / sum(speeds) for speed in speeds)
+    told = ", ".join(f"{share:.0%}" for share in shares)
+    notice(f"the devices are not equally fast, so they get {told} of the work")
+    return with_shares(strategy, shares)
 
 
 def graph_of(parts: Parts, batch: Any) -> Graph:

@@ -78,6 +78,26 @@ class DeviceRun:
             if there is not None:
                 self.values[value] = other.stored(name, there)
 
+    def put(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        """Have this as a piece of a parameter or buffer."""
+        self.values[self._stored[(name, box)]] = tensor
+
+    def pieces(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Of all parameters and buffers."""
+        for (name, box), value in self._stored.items():
+            yield name, box, self.values[value]
+
+    def release(self) -> None:
+        """Forget everything, the pieces too."""
+        self.clear()
+        self.values.clear()
+
+    def prepare(self) -> None:
+        """Make the code of all segments now, and not when each first runs."""
+        for segment in self.program.segments:
+            if segment.device == self.device:
+                self._runner(segment.index)
+
     def parameters(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
         """The pieces of the parameters that are trained."""
         for (name, box), value in self._stored.items():

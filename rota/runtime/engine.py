@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rota.plan.box import Box
 from rota.plan.program import NodeKind, Program
 from rota.runtime import comm
 from rota.runtime.buckets import BUCKET_BYTES, buckets_of
@@ -22,7 +24,7 @@ class Engine:
     def __init__(
         self,
         program: Program,
-        state: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor] | None,
         *,
         rank: int,
         beside: Engine | None = None,
@@ -32,13 +34,20 @@ class Engine:
         compiled: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        """Without a state it has no pieces until `take`, and meets nobody: it may be made beside another that runs."""
         self.program = program
         self.rank = rank
         self.device = DeviceRun(program, rank, seed=seed, plain_random=plain_random, compiled=compiled)
         self._graph = program.refined.graph
         self._instructions = instructions_of(program, rank, buckets_of(program, most_bytes=bucket_bytes))
-        self._exchanges = Exchanges(self.device, groups or comm.Groups(), self._instructions)
+        self._groups = groups or comm.Groups()
+        self._exchanges = Exchanges(self.device, self._groups, self._instructions)
+        self._clip_s = 0.0
         self._optimizer: torch.optim.Optimizer | None = None
+        if state is None:
+            self.device.prepare()
+            return
+        self._groups.prepare(program)
         held: frozenset[str] = frozenset()
         if beside is not None:  # another program of the same model on the same pieces
             self.device.adopt(beside.device)
@@ -47,6 +56,17 @@ class Engine:
         for name in program.stored:
             if name not in held:
                 self.device.load(name, state[name].detach())
+
+    def take(self, pieces: Mapping[tuple[str, Box], torch.Tensor]) -> None:
+        """Have these pieces of parameters and buffers from now on; every process calls it at the same time."""
+        self._groups.prepare(self.program)
+        for (name, box), tensor in pieces.items():
+            self.device.put(name, box, tensor)
+
+    @property
+    def waited_s(self) -> float:
+        """What was spent waiting for other processes, so far."""
+        return self._exchanges.waited_s + self._clip_s
 
     # ---- a step ----
 
@@ -115,7 +135,9 @@ class Engine:
         """Scale the gradients so that their norm over all devices is at most this."""
         if max_norm is not None:
             squares = self.device.squared_gradients()
+            began_s = time.perf_counter()
             dist.all_reduce(squares)
+            self._clip_s += time.perf_counter() - began_s
             self.device.clip(squares.sqrt(), max_norm)
 
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:

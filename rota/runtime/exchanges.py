@@ -5,6 +5,7 @@ Collectives are begun when they can be and waited for when somebody reads what t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,6 @@ class Exchanges:
         self._graph = self.program.refined.graph
         self._factors = self.program.refined.factors
         self._groups = groups
-        self._groups.prepare(self.program)
         self._sends = comm.Sends()
         self._receives = [
             one
@@ -77,6 +77,8 @@ class Exchanges:
         self._next_receive = 0
         self._pending: dict[Value, tuple[comm.Pending, Callable[[], None]]] = {}
         self._filling: dict[Bucket, _Filling] = {}
+        self.waited_s = 0.0
+        """For others, so far."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -87,7 +89,9 @@ class Exchanges:
         """Wait for all that is under way."""
         for value in list(self._pending):
             self.wait(value)
+        began_s = time.perf_counter()
         self._sends.wait()
+        self.waited_s += time.perf_counter() - began_s
 
     # ---- values under way ----
 
@@ -96,7 +100,9 @@ class Exchanges:
         waiting = self._pending.pop(value, None)
         if waiting is not None:
             pending, put = waiting
+            began_s = time.perf_counter()
             pending.wait()
+            self.waited_s += time.perf_counter() - began_s
             put()
 
     def settle(self, node: Node) -> None:

@@ -114,6 +114,24 @@ class KeepsItself(Protocol):
         ...
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """An executor that has something to let go of when the task ends."""
+
+    def close(self) -> None:
+        """Let go of threads and files."""
+        ...
+
+
+@runtime_checkable
+class HasPace(Protocol):
+    """An executor of several devices that knows what each of them takes."""
+
+    def pace(self) -> tuple[float, ...]:
+        """Seconds that each device computed in the latest step, without its waits for others; empty if unknown."""
+        ...
+
+
 class Eager:
     """Plain PyTorch on one device."""
 

@@ -87,6 +87,22 @@ class PieceOptimizer:
                 number += 1
         fuse(self.optimizer)
 
+    def held(self, piece: torch.Tensor) -> dict[str, Any]:
+        """What the optimizer remembers of a piece."""
+        return dict(self.optimizer.state.get(piece, {}))
+
+    def replace(self, pieces: dict[str, list[tuple[Box, Any]]], remembered: dict[int, dict[str, Any]]) -> None:
+        """Update other pieces from now on; `remembered` is what it knows of them, by their id."""
+        for old in self._pieces.values():
+            for _, piece in old:
+                self.optimizer.state.pop(piece, None)
+        self._pieces = pieces
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            group["params"] = [piece for name in names if name is not None for _, piece in pieces.get(name, ())]
+            for piece in group["params"]:
+                if remembered.get(id(piece)):
+                    self.optimizer.state[piece] = remembered[id(piece)]
+
     def state_dict(self, program: Program, gang: Gang) -> dict[str, Any]:
         """As plain PyTorch's, of whole parameters; on the leader."""
         described = [

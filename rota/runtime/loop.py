@@ -12,9 +12,9 @@ import torch
 
 from rota.errors import CheckpointError, PeerError, RotaError, TaskError
 from rota.runtime import limits
-from rota.runtime.executor import Executor, KeepsItself, Parts
+from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts
 from rota.runtime.gang import Gang
-from rota.runtime.messages import Began, Finished, Halted, Noticed, Report, Saved
+from rota.runtime.messages import Balanced, Began, Finished, Halted, Noticed, Report, Saved
 from rota.runtime.metrics import MetricsLog
 from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
@@ -161,10 +161,13 @@ class Loop:
         executor = self._chosen(parts, batch)
         self._while_running.close()
         limits.keep_freed_memory()
+        if isinstance(executor, Closes):
+            self._while_running.callback(executor.close)
+        if isinstance(executor, HasPace):
+            self._metrics.pace = executor.pace
         if isinstance(executor, KeepsItself):
             self._writer.wait()
             self._writer = executor.writer(self._written)
-            self._while_running.callback(executor.close)
             limits.return_freed_memory(self._memory_bytes)
             self._while_running.callback(limits.keep_freed_memory)
             limits.give_back()
@@ -184,15 +187,33 @@ class Loop:
             return Pooling(parts, batch, seat=self._seat, total_batches=batches, notice=notice)
         if self._gang is None:
             return choose_alone(parts, batch, notice=notice)
+        from rota.runtime.balancing import silent
         from rota.runtime.choose import choose
 
         return choose(
             parts,
             batch,
             gang=self._gang,
-            steps=self._total_steps - self.step,
+            step=self.step,
+            total_steps=self._total_steps,
             memory_bytes=self._memory_bytes,
             notice=notice,
+            tell=self._tell_balance if self._leads else silent,
+        )
+
+    def _tell_balance(
+        self, *, step: int, shares: tuple[float, ...], left_out: tuple[float, ...], pause_s: float, why: str
+    ) -> None:
+        self._outside.report(
+            Balanced(
+                task=self._task.name,
+                attempt=self._attempt,
+                step=step,
+                shares=shares,
+                left_out=left_out,
+                pause_s=pause_s,
+                why=why,
+            )
         )
 
     def _agree(self, *wishes: bool) -> tuple[bool, ...]:

@@ -140,6 +140,8 @@ class Measured:
     """The latest value of each metric, also of those that these rows do not have."""
     step_s: float | None
     """Seconds per step, lately; None before the first."""
+    pace: tuple[float, ...] = ()
+    """Of several devices, the seconds that each computed in the latest step, without its waits for the others."""
 
 
 @register
@@ -161,6 +163,23 @@ class Noticed:
     task: str
     attempt: int
     text: str
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Balanced:
+    """Work was moved between the devices of a task, or is left out."""
+
+    task: str
+    attempt: int
+    step: int
+    """The last one that was taken before."""
+    shares: tuple[float, ...]
+    """What each device has of the work that can be moved, from now on."""
+    left_out: tuple[float, ...]
+    """Which part of its products each device leaves out."""
+    pause_s: float
+    why: str
 
 
 @register
@@ -246,4 +265,6 @@ class Tried:
 
 
 Command = Train | Look | Try | Halt | Stored | Shutdown
-Report = Ready | Beat | Began | Measured | Saved | Noticed | Finished | Halted | Left | Failed | Looked | Tried
+Report = (
+    Ready | Beat | Began | Measured | Saved | Noticed | Balanced | Finished | Halted | Left | Failed | Looked | Tried
+)

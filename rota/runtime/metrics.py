@@ -32,6 +32,8 @@ class MetricsLog:
         self._number = 0
         self._step_s: float | None = None
         self._sent_s = time.perf_counter()
+        self.pace: Callable[[], tuple[float, ...]] = tuple
+        """What each device took lately."""
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Note the metrics of a step."""
@@ -48,7 +50,7 @@ class MetricsLog:
             self._step_s = (now_s - self._sent_s) / trained
         if self._rows:
             self._number += 1
-            self._dispatch(self._number, tuple(self._rows), dict(self._latest), self._step_s)
+            self._dispatch(self._number, tuple(self._rows), dict(self._latest), self._step_s, self.pace())
             self._rows = []
         self._sent_s = now_s
 
@@ -76,9 +78,16 @@ class MetricsLog:
         for number, rows, latest, step_s in state["unconfirmed"]:
             self._dispatch(number, rows, latest, step_s)
 
-    def _dispatch(self, number: int, rows: tuple[Row, ...], latest: dict[str, float], step_s: float | None) -> None:
+    def _dispatch(
+        self,
+        number: int,
+        rows: tuple[Row, ...],
+        latest: dict[str, float],
+        step_s: float | None,
+        pace: tuple[float, ...] = (),
+    ) -> None:
         report = Measured(
-            task=self._task, attempt=self._attempt, number=number, rows=rows, latest=latest, step_s=step_s
+            task=self._task, attempt=self._attempt, number=number, rows=rows, latest=latest, step_s=step_s, pace=pace
         )
         self._unconfirmed.append(report)
         self._send(report)

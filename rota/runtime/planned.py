@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
+from rota.balance.decide import Facts, Mode, Standing, after_step
+from rota.balance.division import division_of
+from rota.balance.pace import Shares, even
 from rota.errors import TaskError
+from rota.graph.capture import capture
 from rota.graph.graph import Graph
 from rota.plan.box import Box
 from rota.plan.cache import Programs
 from rota.plan.program import Program
+from rota.runtime.balancing import Balancer, Tell, Way, silent
 from rota.runtime.engine import Engine
 from rota.runtime.executor import Parts, Weights, check_gradient, loss_of, numbers_of, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.gathering import PieceOptimizer, gather
 from rota.runtime.hollow import hollow_out
 from rota.runtime.pieces import cut
+from rota.runtime.resharding import GRADIENT, VALUE, Held, Resharding
 from rota.strategies.base import Strategy, describe
+from rota.strategies.mesh import Product, Recipe, can_balance, has_shares, with_shares
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
@@ -46,10 +55,14 @@ class Planned:
         strategy: Strategy,
         graph: Graph | None = None,
         notice: Callable[[str], None] = lambda text: None,
+        total_steps: int = 0,
+        tell: Tell = silent,
     ) -> None:
+        """`total_steps` and `tell` are for the balance between devices: how long it may pay, and who is told of it."""
         self._parts = parts
         self._gang = gang
         self._model = parts.model
+        self._strategy = strategy
         kind = parts.device.type
         self._programs = Programs(
             parts.model,
@@ -58,7 +71,10 @@ class Planned:
             notice=notice,
         )
         batch = placed(batch, parts)
+        graph = graph or capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, kind))
+        began_s = time.perf_counter()
         self._first = self._programs.of(batch, graph=graph)
+        compile_s = time.perf_counter() - began_s
         check_gradient(self._first.refined.graph.loss.requires_grad)
         check_optimizer(parts.optimizer, self._first, describe(strategy))
         whole = {**dict(parts.model.named_parameters()), **dict(parts.model.named_buffers())}
@@ -74,6 +90,41 @@ class Planned:
         self._main = self._engine(self._first, whole)
         self._optimizer = self._cut_optimizer()
         hollow_out(parts.model, keep=set(map(id, self._rest.values())))
+        self._balancer = self._balanced(compile_s, total_steps, tell)
+        self._step = 0
+        self._pace: tuple[float, ...] = ()
+
+    def _balanced(self, compile_s: float, total_steps: int, tell: Tell) -> Balancer | None:
+        """What keeps the pace, where that is wished and the strategy can do it."""
+        wish = self._parts.task.balance
+        if wish == "off" or self._gang.size == 1 or not can_balance(self._strategy):
+            return None
+        division = division_of(self._first)
+        mode = cast(Mode, wish) if isinstance(wish, str) else "migrate"
+        facts = Facts(mode=mode, ranks=self._gang.size, least=1 / (64 * self._gang.size))
+        return Balancer(
+            rank=self._gang.rank,
+            facts=facts,
+            standing=Standing.begin(division.shares, fixed=division.fixed),
+            policy=after_step if isinstance(wish, str) else wish,
+            total_steps=total_steps,
+            cost_s=compile_s,
+            asked=() if has_shares(self._strategy) else even(self._gang.size),
+            make=self._way_with,
+            tell=tell,
+        )
+
+    def _way_with(self, shares: Shares) -> Callable[[], Way]:
+        """Begins to make the programs for other shares; what is returned does the rest, in any thread."""
+        assert isinstance(self._strategy, Recipe | Product)
+        other, size = with_shares(self._strategy, shares), self._gang.size
+        programs = self._programs.under(lambda graph: other(graph, size))
+
+        def make() -> Way:
+            programs.compile_all()
+            return Way(programs=programs, engine=self._made_engine(programs.first, None))
+
+        return make
 
     def _name(self, name: str) -> str:
         """Under which name the graph has it."""
@@ -84,19 +135,24 @@ class Planned:
         if found is None:
             beside = None if not self._engines else self._main
             with talking():
-                engine = Engine(
-                    program,
-                    state,
-                    rank=self._gang.rank,
-                    groups=self._gang.groups,
-                    seed=self._parts.task.seed,
-                    compiled=self._parts.task.compile,
-                    beside=beside,
-                )
+                engine = self._made_engine(program, state, beside=beside)
             found = self._engines[id(program)] = (program, engine)
             if len(self._engines) > _MOST_ENGINES:  # the first one has the pieces
                 del self._engines[list(self._engines)[1]]
         return found[1]
+
+    def _made_engine(
+        self, program: Program, state: dict[str, torch.Tensor] | None, *, beside: Engine | None = None
+    ) -> Engine:
+        return Engine(
+            program,
+            state,
+            rank=self._gang.rank,
+            groups=self._gang.groups,
+            seed=self._parts.task.seed,
+            compiled=self._parts.task.compile,
+            beside=beside,
+        )
 
     def _cut_optimizer(self) -> PieceOptimizer:
         """Hand the optimizer this device's pieces, with the gradients that a checkpoint may have brought."""
@@ -115,23 +171,99 @@ class Planned:
     # ---- batches ----
 
     def zero_grad(self) -> None:
-        """Of the pieces on this device."""
+        """Of the pieces on this device. A step begins: if work is to be moved, now."""
         self._optimizer.optimizer.zero_grad()
+        way = None if self._balancer is None else self._balancer.due()
+        if way is not None:
+            self._change_to(way)
 
     def backward(self, batch: Any, *, number: int) -> dict[str, float]:
         """One run of the program, and its gradients added to those of the pieces."""
         batch = placed(batch, self._parts)
         engine = self._engine(self._programs.of(batch), self._rest)
-        with talking(), self._on_device():
-            outputs = engine.run(batch, step=number)
-        engine.device.hand_over_gradients(divisor=self._parts.task.accumulate)
-        return self._shared(engine, outputs)
+        with self._timed(engine):
+            with talking(), self._on_device():
+                outputs = engine.run(batch, step=number)
+            engine.device.hand_over_gradients(divisor=self._parts.task.accumulate)
+        self._step = number // self._parts.task.accumulate + 1
+        return self._shared(engine, outputs, self._balancer)
 
     def update(self) -> None:
         """Each device updates its pieces."""
+        with self._timed(self._main):
+            with talking():
+                self._main.clip(self._parts.task.clip_norm)
+            self._optimizer.optimizer.step()
+        if self._balancer is not None:
+            self._pace = self._balancer.times
+            self._balancer.step_ended(self._step)
+
+    @contextlib.contextmanager
+    def _timed(self, engine: Engine) -> Iterator[None]:
+        """Count what this device computes, without what it waits for others."""
+        began_s, waited_s = time.perf_counter(), engine.waited_s
+        yield
+        if self._balancer is not None:
+            self._balancer.spent(time.perf_counter() - began_s - (engine.waited_s - waited_s))
+
+    def pace(self) -> tuple[float, ...]:
+        """Seconds that each device computed in the latest step."""
+        return self._pace
+
+    def close(self) -> None:
+        """Wait for what is being prepared."""
+        if self._balancer is not None:
+            self._balancer.close()
+
+    # ---- balance ----
+
+    def _change_to(self, way: Way) -> None:
+        """Move work: every process comes to this between the same two steps."""
+        assert self._balancer is not None
+        began_s = time.perf_counter()
+        program, division = way.programs.first, division_of(way.programs.first)
+        if program.stored == self._first.stored and division.shares == division_of(self._first).shares:
+            self._balancer.give_up("")  # heads and columns cannot be cut any finer
+            return
+        made = Resharding(self._first, program, self._gang, self._held()).run()
+        if made is None:
+            self._balancer.give_up("a device has no room for what it would get")
+            return
+        old = Way(programs=self._programs, engine=self._main)
+        self._take(way, made)
+        self._balancer.changed(division.shares, old=old, pause_s=time.perf_counter() - began_s)
+
+    def _held(self) -> Held:
+        """The pieces of this device, with what the optimizer remembers and the gradients that it does not clear."""
+        found: dict[tuple[str, Box], dict[str, Any]] = {}
+        for name, box, tensor in self._main.device.pieces():
+            held = {VALUE: tensor, **self._optimizer.held(tensor)}
+            if tensor.grad is not None:
+                held[GRADIENT] = tensor.grad
+            found[(name, box)] = held
+        return found
+
+    def _take(self, way: Way, made: dict[tuple[str, Box], dict[str, Any]]) -> None:
+        """Go on with other programs and these pieces."""
+        program = way.programs.first
+        pieces: dict[tuple[str, Box], torch.Tensor] = {}
+        trained: dict[str, list[tuple[Box, Any]]] = {}
+        remembered: dict[int, dict[str, Any]] = {}
+        for (name, box), held in made.items():
+            tensor, gradient = held.pop(VALUE), held.pop(GRADIENT, None)
+            if program.refined.graph.tensors[name].requires_grad and not isinstance(tensor, torch.nn.Parameter):
+                tensor = torch.nn.Parameter(tensor)
+            tensor.grad = gradient
+            pieces[(name, box)] = tensor
+            if name in program.gradients:
+                trained.setdefault(name, []).append((box, tensor))
+                remembered[id(tensor)] = held
+        self._optimizer.replace(trained, remembered)
+        self._main.device.release()
         with talking():
-            self._main.clip(self._parts.task.clip_norm)
-        self._optimizer.optimizer.step()
+            way.engine.take(pieces)
+        self._programs, self._first, self._main = way.programs, program, way.engine
+        self._engines = {id(program): (program, way.engine)}
 
     def measure(self, batch: Any) -> dict[str, float]:
         """One forward run."""
@@ -145,14 +277,19 @@ class Planned:
         """Where tensors are made that no other says the device of. On CUDA: written with care, never run."""
         return torch.device(self._parts.device) if self._parts.device.type == "cuda" else nullcontext()
 
-    def _shared(self, engine: Engine, outputs: dict[str, torch.Tensor]) -> dict[str, float]:
-        """All metrics, on every device."""
+    def _shared(
+        self, engine: Engine, outputs: dict[str, torch.Tensor], balancer: Balancer | None = None
+    ) -> dict[str, float]:
+        """All metrics, on every device; what each of them took travels with them."""
         program = engine.program
         names = list(program.refined.graph.outputs)
         mine = numbers_of(outputs)
         mine |= {name: float(engine.free_output(name)) for name in names if engine.gives_free_output(name)}
-        summed = self._gang.sum(torch.tensor([mine.get(name, 0.0) for name in names], dtype=torch.float64))
-        return dict(zip(names, summed.tolist(), strict=True)) | dict(program.refined.graph.numbers)
+        told = [mine.get(name, 0.0) for name in names] + ([] if balancer is None else balancer.numbers())
+        summed = self._gang.sum(torch.tensor(told, dtype=torch.float64)).tolist()
+        if balancer is not None:
+            balancer.heard(summed[len(names) :])
+        return dict(zip(names, summed[: len(names)], strict=True)) | dict(program.refined.graph.numbers)
 
     # ---- state ----
 

@@ -329,7 +329,9 @@ def try_out(
             return made[0]
         from rota.runtime.choose import choose
 
-        made.append(choose(parts, batch, gang=gang, steps=0, memory_bytes=memory_bytes, notice=lambda text: None))
+        made.append(
+            choose(parts, batch, gang=gang, step=0, total_steps=0, memory_bytes=memory_bytes, notice=lambda text: None)
+        )
         return made[0]
 
     if gang is None:

@@ -266,6 +266,12 @@ def can_balance(strategy: object) -> bool:
     return any(isinstance(recipe, Recipe) and recipe.balances for recipe in recipes)
 
 
+def has_shares(strategy: object) -> bool:
+    """Whether it is said already how the work is divided."""
+    recipes = strategy.recipes if isinstance(strategy, Product) else (strategy,)
+    return any(isinstance(recipe, Recipe) and recipe.shares is not None for recipe in recipes)
+
+
 def with_shares(strategy: Recipe | Product, shares: Sequence[float]) -> Recipe | Product:
     """The strategy with its work divided between devices in this proportion, as near as its axes can come to it."""
     if isinstance(strategy, Recipe):
