@@ -25,6 +25,8 @@ class Place:
     """The first sample of the micro-batch."""
     plain: bool = False
     """Use PyTorch's own random numbers, which depend on how the op is cut."""
+    products: Callable[[str, list[Any]], Any] | None = None
+    """Computes a product with a weight in another way; None where it does not."""
 
 
 PartCompute = Callable[[Sequence[Any], Place], tuple[Any, ...]]

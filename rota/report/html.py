@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rota.execute.record import RunRecord, Span, TaskRecord
+from rota.execute.record import Balance, RunRecord, Span, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.report import markup, svg
 from rota.report.format import duration, shorten
@@ -433,7 +433,7 @@ def _task(task: TaskRecord, record: RunRecord) -> str:
         f"<details{' open' if ended_badly else ''}>\n<summary>{svg.swatch(task.index)}"
         f'<span class="name">{markup.text(task.name)}</span>{markup.chip(task.state.value)}</summary>\n'
         f'<div class="body" id="{_anchor(task)}">\n{reason}{trace}<div class="columns">\n{columns}</div>\n'
-        f"{_attempts(task, record)}{notices}</div>\n</details>\n"
+        f"{_attempts(task, record)}{_balance(task)}{notices}</div>\n</details>\n"
     )
 
 
@@ -475,6 +475,40 @@ def _attempts(task: TaskRecord, record: RunRecord) -> str:
         '<th scope="col">Device</th><th scope="col" class="n">Began after</th><th scope="col" class="n">Time</th>'
         f'<th scope="col">End</th></tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n'
     )
+
+
+def _balance(task: TaskRecord) -> str:
+    """How its work was divided between devices, from which step on."""
+    if not task.balance:
+        return ""
+    last = max(task.step, task.balance[-1].step + 1)
+    lines = []
+    for device in range(max(len(one.shares) for one in task.balance)):
+        points: list[tuple[float, float]] = []
+        for one, end in zip(task.balance, [*(later.step for later in task.balance[1:]), last], strict=True):
+            if device < len(one.shares):
+                points += [(one.step, 100 * one.shares[device]), (end, 100 * one.shares[device])]
+        lines.append(svg.Line(style=device, points=points, title=f"device {device}: {points[-1][1]:.0f}%"))
+    chart = svg.line_chart(
+        lines, label="share of the work of each device by step", x_label="step", name=f"balance-{task.index}"
+    )
+    rows = "".join(
+        f'<tr><td class="n">{one.step:,}</td><td class="n">{" ".join(f"{share:.0%}" for share in one.shares)}</td>'
+        f'<td class="n">{one.pause_s:.2f} s</td><td>{markup.text(balance_reason(one))}</td></tr>\n'
+        for one in task.balance
+    )
+    return (
+        f"<h3>Balance</h3>\n<figure>\n<figcaption>share of the work, in percent</figcaption>\n{chart}\n</figure>\n"
+        '<div class="scroll">\n<table class="small">\n<thead><tr><th scope="col" class="n">After step</th>'
+        '<th scope="col" class="n">Shares</th><th scope="col" class="n">Pause</th><th scope="col">Why</th></tr>\n'
+        f"</thead><tbody>\n{rows}</tbody>\n</table>\n</div>\n"
+    )
+
+
+def balance_reason(one: Balance) -> str:
+    """Why work was moved, and what is left out."""
+    gone = ", ".join(f"device {i} leaves out {part:.0%}" for i, part in enumerate(one.left_out) if part)
+    return f"{gone}: {one.why}" if gone else one.why
 
 
 def _notices_section(record: RunRecord) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class DeviceRun:
             for piece, boxes in owned(program.stored[name]).items()
             if piece.device == device
         }
+        self.products: Callable[[str, list[Any]], Any] | None = None
+        """Computes products with weights in another way, if it is there."""
         self._free: dict[str, torch.Tensor] = {}
         self._key = 0
         self._shares = 1
@@ -226,7 +228,7 @@ class DeviceRun:
 
     def _place(self, node: Node) -> Place:
         shift = 0 if node.microbatch == ONCE else self.program.microbatches.starts[node.microbatch]
-        return Place(key=self._key, shift=shift, plain=self._plain)
+        return Place(key=self._key, shift=shift, plain=self._plain, products=self.products)
 
     def _again(self, segment: Segment, node: Node) -> list[Any]:
         """The entries that a backward pass needs."""

@@ -59,15 +59,20 @@ def _function(call: Call, refined: Refined) -> Callable[..., Any]:
         made = compute(values, place)
         return made[0] if single else made
 
+    def product(values: list[Any], place: Any) -> Any:
+        other = None if place.products is None else place.products(call.op, values)
+        return compute(values, place)[0] if other is None else other
+
     def in_modes(values: list[Any], place: Any) -> Any:
         with contextlib.ExitStack() as stack:
             if not op.with_grad:
                 stack.enter_context(torch.no_grad())
             if dtype is not None:
                 stack.enter_context(torch.autocast(_device_type(values), dtype=dtype))
-            return plain(values, place)
+            return usual(values, place)
 
-    function = plain if op.with_grad and dtype is None else in_modes
+    usual = product if op.kind == "linear" else plain
+    function = usual if op.with_grad and dtype is None else in_modes
     function.__name__ = function.__qualname__ = _identifier(call.op)
     function.__module__ = __name__
     return function

@@ -44,7 +44,7 @@ class InProcess:
         self.program = program
         self._graph = program.refined.graph
         self._ledger = ledger
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._devices = [
             DeviceRun(program, device, seed=seed, plain_random=plain_random) for device in range(program.devices)
         ]
@@ -55,6 +55,10 @@ class InProcess:
                 self._watch(run.device)
                 run.load(name, whole)
             self._watch(None)
+
+    def device(self, number: int) -> DeviceRun:
+        """One of the devices."""
+        return self._devices[number]
 
     def _watch(self, device: int | None) -> None:
         """What is allocated from here on is on this device."""
@@ -79,7 +83,7 @@ class InProcess:
     def train(self, batch: Any, *, step: int = 0, max_norm: float | None = None) -> dict[str, torch.Tensor]:
         """One step of training; `optimize` has said how."""
         # Gradients are dropped now and not after the last step: memory that goes back to the system comes back slowly.
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.clear()
         self.execute(batch, step=step)
@@ -90,14 +94,14 @@ class InProcess:
             norm = torch.stack([run.squared_gradients() for run in self._devices]).sum().sqrt()
             for run in self._devices:
                 run.clip(norm, max_norm)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
         return outputs
 
     def optimize(self, make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]) -> None:
         """Give each device an optimizer over its pieces."""
         pieces = [[parameter for _, _, parameter in run.parameters()] for run in self._devices]
-        self._optimizers = [fuse(make(parameters)) for parameters in pieces if parameters]
+        self.optimizers = [fuse(make(parameters)) for parameters in pieces if parameters]
 
     def execute(self, batch: Any, *, step: int = 0) -> None:
         """Run all nodes; gradients and results stay on their devices."""

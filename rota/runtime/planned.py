@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from rota.balance.decide import Facts, Mode, Standing, after_step
+from rota.balance.decide import Facts, Mode, Resize, Standing, after_step
 from rota.balance.division import division_of
 from rota.balance.pace import Shares, even
 from rota.errors import TaskError
@@ -28,6 +28,7 @@ from rota.runtime.gathering import PieceOptimizer, gather
 from rota.runtime.hollow import hollow_out
 from rota.runtime.pieces import cut
 from rota.runtime.resharding import GRADIENT, VALUE, Held, Resharding
+from rota.runtime.resizing import Resizer, Resizing
 from rota.strategies.base import Strategy, describe
 from rota.strategies.mesh import Product, Recipe, can_balance, has_shares, with_shares
 
@@ -91,6 +92,7 @@ class Planned:
         self._optimizer = self._cut_optimizer()
         hollow_out(parts.model, keep=set(map(id, self._rest.values())))
         self._balancer = self._balanced(compile_s, total_steps, tell)
+        self._resizer: Resizer | None = None
         self._step = 0
         self._pace: tuple[float, ...] = ()
 
@@ -101,7 +103,12 @@ class Planned:
             return None
         division = division_of(self._first)
         mode = cast(Mode, wish) if isinstance(wish, str) else "migrate"
-        facts = Facts(mode=mode, ranks=self._gang.size, least=1 / (64 * self._gang.size))
+        facts = Facts(
+            mode=mode,
+            ranks=self._gang.size,
+            least=1 / (64 * self._gang.size),
+            products=division.products if self._can_resize(mode) else 0.0,
+        )
         return Balancer(
             rank=self._gang.rank,
             facts=facts,
@@ -113,6 +120,17 @@ class Planned:
             make=self._way_with,
             tell=tell,
         )
+
+    def _can_resize(self, mode: Mode) -> bool:
+        """Whether products may leave something out: if the user allows it, and the code is not compiled by others."""
+        return mode in ("semi", "resize") and not self._parts.task.compile
+
+    def _resize(self, left_out: tuple[float, ...]) -> None:
+        """From the next step on, leave out so much of this device's products."""
+        if self._resizer is None:
+            self._resizer = Resizer(self._first, self._main.device, how=Resizing(), seed=self._parts.task.seed)
+            self._resizer.freeze(self._optimizer.optimizer)
+        self._resizer.leave_out(left_out[self._gang.rank])
 
     def _way_with(self, shares: Shares) -> Callable[[], Way]:
         """Begins to make the programs for other shares; what is returned does the rest, in any thread."""
@@ -173,6 +191,8 @@ class Planned:
     def zero_grad(self) -> None:
         """Of the pieces on this device. A step begins: if work is to be moved, now."""
         self._optimizer.optimizer.zero_grad()
+        if self._resizer is not None:
+            self._resizer.begin_step()
         way = None if self._balancer is None else self._balancer.due()
         if way is not None:
             self._change_to(way)
@@ -181,6 +201,7 @@ class Planned:
         """One run of the program, and its gradients added to those of the pieces."""
         batch = placed(batch, self._parts)
         engine = self._engine(self._programs.of(batch), self._rest)
+        engine.device.products = self._resizer
         with self._timed(engine):
             with talking(), self._on_device():
                 outputs = engine.run(batch, step=number)
@@ -196,7 +217,9 @@ class Planned:
             self._optimizer.optimizer.step()
         if self._balancer is not None:
             self._pace = self._balancer.times
-            self._balancer.step_ended(self._step)
+            decision = self._balancer.step_ended(self._step)
+            if isinstance(decision, Resize):
+                self._resize(decision.left_out)
 
     @contextlib.contextmanager
     def _timed(self, engine: Engine) -> Iterator[None]:
@@ -230,6 +253,9 @@ class Planned:
             self._balancer.give_up("a device has no room for what it would get")
             return
         old = Way(programs=self._programs, engine=self._main)
+        if self._resizer is not None:
+            self._resizer.close()
+            self._resizer = None
         self._take(way, made)
         self._balancer.changed(division.shares, old=old, pause_s=time.perf_counter() - began_s)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +99,107 @@ def test_moves_at_random_moments_train_what_plain_pytorch_trains(cli: Any, sweep
     for task, least in (("tensor", 3), ("data", 2), ("pipeline", 1), ("zero", 2)):
         assert len({move.shares for move in _moves(run, task)}) >= least, task
     assert "of the work" in done.stderr + done.stdout
+
+
+def _step(run: Path) -> int:
+    try:
+        return max((task.step for task in rota.open_run(run).record.tasks.values()), default=0)
+    except rota.RotaError:
+        return 0
+
+
+def _wait(condition: Any, process: Any, timeout_s: float = 90.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(250)
+def test_who_dies_while_work_moves_leaves_the_old_or_the_new_and_never_a_mixture(
+    cli: Any, sweep_file: Any, tmp_path: Path
+) -> None:
+    """Work moves all the time, so that ranks are killed before, within and after moves."""
+    file = sweep_file(text=_text('task("moved", "tensor", steps=160, every=4, checkpoint_every=7)'))
+    run = tmp_path / "run"
+    process = cli.start("run", file, "--devices", "2", "--retries", "5", "--out", run)
+    for victim, after in ((1, 20), (0, 60), (1, 100)):
+        _wait(lambda after=after: _step(run) > after, process)
+        workers = sorted(cli.workers(process), key=lambda one: one.pid)
+        os.kill(workers[victim].pid, signal.SIGKILL)
+        _wait(lambda: rota.open_run(run).record.tasks["moved"].attempt > 1, process)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err + out
+    assert rota.open_run(run).record.tasks["moved"].attempt >= 3
+    _assert_plain(file, run)
+
+
+@pytest.mark.timeout(250)
+def test_a_checkpoint_of_other_widths_goes_on_with_another_number_of_ranks(
+    cli: Any, sweep_file: Any, tmp_path: Path
+) -> None:
+    file = sweep_file(text=_text('task("moved", "tensor", steps=120, every=6)'))
+    run = tmp_path / "run"
+    process = cli.start("run", file, "--devices", "2", "--out", run)
+    _wait(lambda: _step(run) > 20, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    first = _moves(run, "moved")
+    assert first
+    assert max(first[-1].shares) > 0.5
+    done = cli.run("resume", run, "--devices", "3", timeout=150)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert len(_moves(run, "moved")[-1].shares) == 3
+    _assert_plain(file, run)
+
+
+@pytest.mark.timeout(250)
+def test_a_rank_that_stands_still_is_slow_first_and_lost_after_the_deadline(
+    cli: Any, sweep_file: Any, tmp_path: Path
+) -> None:
+    file = sweep_file(text=_text('task("still", "tensor", steps=400, every=1000, checkpoint_every=20)'))
+    run = tmp_path / "run"
+    process = cli.start("run", file, "--devices", "2", "--out", run)
+    _wait(lambda: _step(run) > 5, process)
+    first = sorted(cli.workers(process), key=lambda one: one.pid)
+    os.kill(first[1].pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(first[1].pid, signal.SIGCONT)
+    at = _step(run)
+    _wait(lambda: _step(run) > at + 10, process)
+    assert rota.open_run(run).record.tasks["still"].attempt == 1  # it was only slow
+    os.kill(first[1].pid, signal.SIGSTOP)
+    _wait(lambda: rota.open_run(run).record.tasks["still"].attempt == 2, process, timeout_s=30)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err + out
+    _assert_plain(file, run)
+
+
+@pytest.mark.timeout(200)
+def test_a_busy_core_is_answered_by_moving_work_and_the_result_is_the_same(
+    cli: Any, sweep_file: Any, tmp_path: Path
+) -> None:
+    """A real straggler, and the policy that tasks have."""
+    text = _text('task("slow", "tensor", steps=250, every=1, balance="migrate")').replace(
+        "width=48, depth=2, heads=6", "width=192, depth=2, heads=12"
+    )
+    file = sweep_file(text=text)
+    run = tmp_path / "run"
+    process = cli.start("run", file, "--devices", "2", "--out", run)
+    _wait(lambda: _step(run) > 15, process)
+    core = next(iter(os.sched_getaffinity(max(one.pid for one in cli.workers(process)))))
+    code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: sum(range(9999))"
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
+    try:
+        _wait(lambda: bool(_moves(run, "slow")), process)
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err + out
+    move = _moves(run, "slow")[0]
+    assert min(move.shares) < 0.45
+    assert "times as slow" in move.why
+    _assert_plain(file, run)

@@ -123,7 +123,7 @@ def steps_of(path):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.deep), 1])
 def test_a_killed_rank_ends_its_peers_and_the_task_goes_on_from_its_checkpoint(cli, sweep_file, tmp_path, victim):
     file = sweep_file(text=one_task(SWEEP, "data", steps=150, save_every=5))
     expected = plainly(file)

@@ -82,7 +82,11 @@ def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, t
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("memory", ["120MiB", "200MiB"], ids=["its weights leave, too", "its weights fit"])
+@pytest.mark.parametrize(
+    "memory",
+    ["120MiB", pytest.param("200MiB", marks=pytest.mark.deep)],
+    ids=["its weights leave, too", "its weights fit"],
+)
 def test_a_schedule_of_two_devices_lets_what_does_not_fit_spill(cli, sweep_file, tmp_path, memory):
     small = """
 small = rota.Task(

@@ -156,8 +156,9 @@ def t5_task(**changes):
     )
 
 
-def test_fifty_steps_of_an_encoder_with_a_decoder(tmp_path):
-    task = t5_task(strategy=spill(shards=6), steps=50)
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.deep)])
+def test_an_encoder_with_a_decoder(tmp_path, steps):
+    task = t5_task(strategy=spill(shards=6), steps=steps)
     surroundings = Surroundings()
     train(task, tmp_path, surroundings)
     assert_equals_plain(task, tmp_path, surroundings.rows)

@@ -18,7 +18,7 @@ MODULES = {
 # Folders and files that are pure: no torch, no processes, no clock. Those not built yet are kept here on purpose.
 PURE = (
     *("rota.schedule", "rota.memory.residency", "rota.memory.shards", "rota.memory.sharp"),
-    *("rota.balance.decide", "rota.execute.policy"),
+    *("rota.balance.decide", "rota.balance.pace", "rota.balance.virtual", "rota.plan.reshard", "rota.execute.policy"),
     *("rota.plan.box", "rota.plan.layout", "rota.plan.ownership"),
     *("rota.plan.reference", "rota.plan.collectives", "rota.plan.step_check"),
 )
