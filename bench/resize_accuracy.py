@@ -56,7 +56,7 @@ def _scaled(x: torch.Tensor) -> torch.Tensor:
 def _read(prefix: Path) -> torch.Tensor:
     """A file of the idx format."""
     (path,) = prefix.parent.glob(f"{prefix.name}*")
-    raw = (gzip.open(path) if path.suffix == ".gz" else path.open("rb")).read()
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     dims = raw[3]
     shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i]) for i in range(dims)]
     return torch.frombuffer(bytearray(raw[4 + 4 * dims :]), dtype=torch.uint8).view(shape)
@@ -93,9 +93,8 @@ def accuracy(case: tuple[str, int, float, str, str, int]) -> float:
     model.load_state_dict({name: run.whole(name) for name, _ in model.named_parameters()})
     model.eval()
     with torch.no_grad():
-        right = sum(
-            (model(a).argmax(1) == b).sum().item() for a, b in zip(test_x.split(500), test_y.split(500), strict=True)
-        )
+        pairs = zip(test_x.split(500), test_y.split(500), strict=True)
+        right = sum((model(a).argmax(1) == b).sum().item() for a, b in pairs)
     return right / len(test_y)
 
 

@@ -20,7 +20,11 @@ MODES: tuple[Mode, ...] = ("off", "migrate", "resize", "semi")
 WORTH = 0.07
 """What a change must save at least, as a part of the step. With two devices, one 1.1 times as slow costs 0.05."""
 _SLOW_STEPS = 4
-"""So many steps in a row must be slow before work is moved,"""
+"""So many steps in a row must be slow before work is moved, for so long,"""
+_SLOW_S = 1.0
+_EVIDENCE = 0.6
+"""and what they could have saved beyond what counts must add up to this: slow devices are answered at once, those that
+are a little slow when that is certain,"""
 _RESIZE_STEPS = 2
 """and so many before some is left out."""
 _LEARN_STEPS = 3
@@ -97,7 +101,11 @@ class Standing:
     cool_down: int = _COOL_DOWN
     """Steps from the last change to the next, at least."""
     slow_steps: int = 0
-    """For how many steps, one after another, a change would have paid."""
+    """For how many steps, one after another, a change would have paid,"""
+    slow_s: float = 0.0
+    """for how long,"""
+    evidence: float = 0.0
+    """and by how much in all, in steps."""
     last_shares: Shares | None = None
     """Those before the last change."""
     before: tuple[Times, Shares] | None = None
@@ -134,8 +142,7 @@ def after_step(standing: Standing, seen: Seen, facts: Facts) -> tuple[Standing, 
         return now, None
     if now.under_way is not None:
         return now, None
-    pays = _saved(now, seen.times, facts)[0] >= WORTH
-    now = replace(now, slow_steps=now.slow_steps + 1 if pays else 0)
+    now = _weighed(now, seen.times, facts)
     if facts.mode in ("migrate", "semi"):
         decision = _migrate(now, seen, facts)
         if decision is not None:
@@ -162,6 +169,8 @@ def moved(standing: Standing, shares: Shares) -> Standing:
         rows=(),
         since=0,
         slow_steps=0,
+        slow_s=0.0,
+        evidence=0.0,
         cool_down=min(_MOST_COOL_DOWN, 2 * standing.cool_down) if back and soon else _COOL_DOWN,
         under_way=None,
     )
@@ -170,7 +179,17 @@ def moved(standing: Standing, shares: Shares) -> Standing:
 def given_up(standing: Standing) -> Standing:
     """What was prepared is not to be, or would change nothing: not again so soon."""
     cool_down = min(_MOST_COOL_DOWN, 2 * standing.cool_down)
-    return replace(standing, under_way=None, since=1, rows=(), slow_steps=0, before=None, cool_down=cool_down)
+    cleared = replace(standing, slow_steps=0, slow_s=0.0, evidence=0.0)
+    return replace(cleared, under_way=None, since=1, rows=(), before=None, cool_down=cool_down)
+
+
+def _weighed(now: Standing, times: Times, facts: Facts) -> Standing:
+    """With what the newest step says for a change."""
+    part, _, _ = _saved(now, times, facts)
+    if part < WORTH:
+        return replace(now, slow_steps=0, slow_s=0.0, evidence=0.0)
+    evidence = now.evidence + part - WORTH
+    return replace(now, slow_steps=now.slow_steps + 1, slow_s=now.slow_s + max(times), evidence=evidence)
 
 
 def _learned(now: Standing) -> Standing:
@@ -201,7 +220,9 @@ def _rounded(shares: Shares, facts: Facts) -> Shares:
 
 def _migrate(now: Standing, seen: Seen, facts: Facts) -> Migrate | None:
     patience = _LASTING_STEPS if facts.mode == "semi" and facts.products > 0 else _SLOW_STEPS
-    if now.slow_steps < patience or len(now.rows) < _SLOW_STEPS or now.since < now.cool_down:
+    if now.slow_steps < patience or now.slow_s < _SLOW_S or now.evidence < _EVIDENCE:
+        return None
+    if len(now.rows) < _SLOW_STEPS or now.since < now.cool_down:
         return None
     times = medians(now.rows[-_SLOW_STEPS:])
     part, saved_s, shares = _saved(now, times, facts)

@@ -102,7 +102,7 @@ class Planned:
         if wish == "off" or self._gang.size == 1 or not can_balance(self._strategy):
             return None
         division = division_of(self._first)
-        mode = cast(Mode, wish) if isinstance(wish, str) else "migrate"
+        mode = cast(Mode, wish if isinstance(wish, str) else getattr(wish, "mode", "migrate"))
         facts = Facts(
             mode=mode,
             ranks=self._gang.size,

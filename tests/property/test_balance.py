@@ -129,6 +129,15 @@ def test_resizing_alone_never_moves() -> None:
     assert steps[-1].left_out[1] == 0
 
 
+def test_short_moments_are_no_reason_on_fast_steps() -> None:
+    """Of a task with steps of 20 ms, a device that is slow for half a second is forgiven."""
+
+    def slow(step: int) -> tuple[float, float]:
+        return (0.08 if step % 50 < 12 else 0.03, 0.03)
+
+    assert not moves(play(World(slowness=slow, noise=0.03), _facts(), steps=400))
+
+
 def test_near_the_end_nothing_is_moved() -> None:
     standing = Standing.begin(even(2), fixed=0.1)
     for step in range(40):
