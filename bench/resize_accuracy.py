@@ -29,7 +29,7 @@ from rota.strategies.tensor import tensor
 from rota.testing.models import ViT
 
 GAMMAS = (0.25, 0.5, 0.75)
-FASHION = Path("/usr/share/dataset-fashion-mnist")
+FASHION = Path("/usr/share/datasets/fashion-mnist")
 _STUDENT = {3: 4.303, 5: 2.776}
 """Of 0.975, by the number of samples."""
 
@@ -68,7 +68,7 @@ def accuracy(case: tuple[str, int, float, str, str, int]) -> float:
     torch.set_num_threads(1)
     x, y, test_x, test_y = images(dataset)
     torch.manual_seed(seed)
-    model = ViT(image=x.shape[-1], patch=2 if dataset == "digits" else 4, width=64, depth=2, heads=4)
+    model = ViT(image=x.shape[-1], patch=2 if dataset == "digits" else 7, width=64, depth=2, heads=4)
     batch = 64
 
     def loss(model: torch.nn.Module, one: Any) -> torch.Tensor:
