@@ -19,14 +19,16 @@ MODES: tuple[Mode, ...] = ("off", "migrate", "resize", "semi")
 
 WORTH = 0.07
 """What a change must save at least, as a part of the step. With two devices, one 1.1 times as slow costs 0.05."""
-_SLOW_STEPS = 4
-"""So many steps in a row must be slow before work is moved, for so long,"""
+_AROUND = 3
+"""Steps are looked at by the median of so many."""
+_SLOW_STEPS = 3
+"""So many in a row must be slow before work is moved, for so long,"""
 _SLOW_S = 1.0
 _EVIDENCE = 0.6
 """and what they could have saved beyond what counts must add up to this: slow devices are answered at once, those that
 are a little slow when that is certain,"""
-_RESIZE_STEPS = 2
-"""and so many before some is left out."""
+_KNOWN_STEPS = 2
+"""and of no change at all is there talk before so many steps are known."""
 _LEARN_STEPS = 3
 """So many after a change tell what it did."""
 _LASTING_STEPS = 10
@@ -138,7 +140,7 @@ def after_step(standing: Standing, seen: Seen, facts: Facts) -> tuple[Standing, 
     since = standing.since + 1
     rows = (*standing.rows, seen.times)[-_LASTING_STEPS:] if since > 1 else ()
     now = _learned(replace(standing, since=since, rows=rows))
-    if facts.mode == "off" or facts.ranks == 1 or len(rows) < _RESIZE_STEPS or min(seen.times) <= 0:
+    if facts.mode == "off" or facts.ranks == 1 or len(rows) < _KNOWN_STEPS or min(seen.times) <= 0:
         return now, None
     if now.under_way is not None:
         return now, None
@@ -184,8 +186,8 @@ def given_up(standing: Standing) -> Standing:
 
 
 def _weighed(now: Standing, times: Times, facts: Facts) -> Standing:
-    """With what the newest step says for a change."""
-    part, _, _ = _saved(now, times, facts)
+    """With what the newest steps say for a change: one that is unlike those around it says nothing."""
+    part, _, _ = _saved(now, medians(now.rows[-_AROUND:]), facts)
     if part < WORTH:
         return replace(now, slow_steps=0, slow_s=0.0, evidence=0.0)
     evidence = now.evidence + part - WORTH
@@ -235,7 +237,7 @@ def _migrate(now: Standing, seen: Seen, facts: Facts) -> Migrate | None:
 
 
 def _resize(now: Standing, facts: Facts) -> Resize | None:
-    if facts.products <= 0 or (now.slow_steps < _RESIZE_STEPS and not any(now.left_out)):
+    if facts.products <= 0 or (now.slow_steps == 0 and not any(now.left_out)):
         return None
     slow = slowness(medians(now.rows[-_SLOW_STEPS:]), now.work(facts), now.fixed)
     full = [one * (now.fixed + share) for one, share in zip(slow, now.shares, strict=True)]
