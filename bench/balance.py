@@ -97,15 +97,17 @@ class PerStep:
         return plan
 
 
-def task(strategy: Any, policy: Policy, *, width: int, depth: int, batch: int, context: int, steps: int) -> rota.Task:
-    """A GPT on random text."""
-    rows = torch.randint(0, 256, (batch * 64, context + 1), generator=torch.Generator().manual_seed(1))
+def task(
+    strategy: Any, policy: Policy, *, width: int, depth: int, batch: int, context: int, steps: int, lr: float
+) -> rota.Task:
+    """A GPT on sequences of which each number follows from the one before, but for one bit."""
+    rows = sequences(batch * 64, context + 1)
     return rota.Task(
         name="balance",
         model=lambda: GPT(vocabulary=256, context=context, width=width, depth=depth, heads=16, dropout=0.0),
-        data=lambda: rota.Data(train=rows, batch_size=batch),
+        data=lambda: rota.Data(train=rows[batch * 4 :], valid=rows[: batch * 4], batch_size=batch),
         loss=lambda model, one: F.cross_entropy(model(one[:, :-1]).flatten(0, 1), one[:, 1:].flatten()),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
         steps=steps,
         strategy=strategy,
         balance=policy,
@@ -118,6 +120,15 @@ os.sched_setaffinity(0, {{{core}}})
 while os.getppid() == {parent}:
     sum(range(9999))
 """
+
+
+def sequences(count: int, length: int) -> torch.Tensor:
+    """Rows of numbers below 256."""
+    draw = torch.Generator().manual_seed(1)
+    columns = [torch.randint(0, 256, (count,), generator=draw)]
+    for _ in range(length - 1):
+        columns.append((5 * columns[-1] + 17 + torch.randint(0, 2, (count,), generator=draw)) % 256)
+    return torch.stack(columns, 1)
 
 
 class Straggler:
@@ -146,14 +157,16 @@ class Straggler:
 class Run:
     """One task on this rank."""
 
-    def __init__(self, gang: Gang, strategy: Any, *, shape: dict[str, int], mode: str = "migrate") -> None:
+    def __init__(
+        self, gang: Gang, strategy: Any, *, shape: dict[str, int], mode: str = "migrate", lr: float = 1e-4
+    ) -> None:
         self.gang = gang
         self.policy = Switched(mode=mode)
         self.straggler = Straggler()
         self.told: list[dict[str, Any]] = []
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        made = task(strategy, self.policy, steps=100_000, **shape)
+        made = task(strategy, self.policy, steps=100_000, lr=lr, **shape)
 
         def choose(parts: Any, batch: Any) -> Planned:
             found = find(strategy) if isinstance(strategy, str) else strategy
@@ -261,6 +274,26 @@ def per_step(gang: Gang, shares: tuple[float, ...], busy: int, *, size: Size, sh
         return statistics.median(run.steps(size.static))
 
 
+def mixed(gang: Gang, *, shape: dict[str, int], mode: str) -> dict[str, Any]:
+    """Three short spikes and one straggler that stays: what all steps take, and the loss at the end."""
+    run = Run(gang, "tensor", shape=shape, mode=mode, lr=1e-3)
+    run.steps(12)
+    run.policy.active = True
+    began_s = time.perf_counter()
+    for _ in range(3):
+        run.steps(8)
+        with run.slow(2):
+            run.steps(6)
+    run.steps(8)
+    with run.slow(2):
+        run.steps(50)
+    run.steps(10)
+    spent_s = time.perf_counter() - began_s
+    found = run.training.validate()
+    assert found is not None
+    return {"spent_s": spent_s, "loss": found["valid/loss"], "told": [(one["step"], one["why"]) for one in run.told]}
+
+
 def quiet(gang: Gang, *, steps: int, shape: dict[str, int]) -> dict[str, Any]:
     """Nothing is slow: moves are false."""
     run = Run(gang, "tensor", shape=shape)
@@ -300,30 +333,33 @@ def _rank(rank: int, store: str, result: str, quick: bool) -> None:
     torch.set_num_threads(1)
     gang = Gang(rank=rank, size=RANKS, store=Path(store))
     gang.meet(timeout_s=600)
-    size = Size(static=6, active=20, after=18, quiet=60) if quick else Size()
-    shape = {"width": 384, "depth": 2, "batch": 4, "context": 128} if quick else SHAPE
+    size = Size(static=6, active=24, after=16, quiet=60) if quick else Size()
+    shape = {"width": 256, "depth": 1, "batch": 8, "context": 128} if quick else SHAPE
     found: dict[str, Any] = {}
     for name, busy in CHIS.items():
-        found[f"tensor_{name}"] = one = scenario(gang, "tensor", busy, size=size, shape=shape, mode="migrate")
-        found[f"per_step_{name}_s"] = per_step(gang, one["shares"], busy, size=size, shape=shape)
+        if name == "2" or not quick:
+            found[f"tensor_{name}"] = one = scenario(gang, "tensor", busy, size=size, shape=shape, mode="migrate")
+            found[f"per_step_{name}_s"] = per_step(gang, one["shares"], busy, size=size, shape=shape)
     calm = undisturbed(gang, steps=len(found["tensor_2"]["losses"]), shape=shape)
     found["loss_deviation"] = max(
         abs(a - b) / max(1.0, abs(b)) for a, b in zip(found["tensor_2"]["losses"], calm, strict=True)
     )
-    found["data"] = scenario(gang, "data", 1, size=size, shape=shape, mode="migrate")
-    # Layers are what moves: there must be some, and micro-batches enough that stages do not wait for each other.
-    deep = {**shape, "width": shape["width"] * 3 // 4, "depth": 2 * shape["depth"], "batch": 8}
-    found["pipeline"] = scenario(gang, "pipeline(2, microbatches=8)", 1, size=size, shape=deep, mode="migrate")
-    for mode in MODES:
-        found[mode] = scenario(gang, "tensor", 1, size=size, shape=shape, mode=mode)
-    found["quiet"] = quiet(gang, steps=size.quiet, shape={**shape, "depth": 1, "batch": 4})
+    found["resize"] = scenario(gang, "tensor", 1, size=size, shape=shape, mode="resize")
+    if not quick:
+        found["semi"] = scenario(gang, "tensor", 1, size=size, shape=shape, mode="semi")
+        found["data"] = scenario(gang, "data", 1, size=size, shape=shape, mode="migrate")
+        # Layers are what moves: there must be some, and micro-batches enough that stages do not wait for each other.
+        deep = {**shape, "width": 384, "depth": 6}
+        found["pipeline"] = scenario(gang, "pipeline(2, microbatches=8)", 1, size=size, shape=deep, mode="migrate")
+        for mode in ("migrate", "resize", "semi"):
+            found[f"mixed_{mode}"] = mixed(gang, shape={**shape, "width": 384, "depth": 2}, mode=mode)
+    found["quiet"] = quiet(gang, steps=size.quiet, shape={**shape, "depth": 1, "batch": 8})
     if gang.leads:
         Path(result).write_text(json.dumps(found))
     gang.part()
 
 
 SHAPE = {"width": 512, "depth": 3, "batch": 8, "context": 128}
-MODES: tuple[str, ...] = ("resize", "semi")
 
 
 def main() -> None:
@@ -333,26 +369,34 @@ def main() -> None:
         place = Path(folder)
         mp.spawn(_rank, (str(place / "store"), str(place / "result"), chosen.quick), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found = json.loads((place / "result").read_text())
-    two, four = found["tensor_2"], found["tensor_4"]
+    arms = [(name, found[f"tensor_{name}"]) for name in CHIS if f"tensor_{name}" in found]
 
     def lent(name: str, one: dict[str, Any]) -> float:
         return float((one["static_s"] - found[f"per_step_{name}_s"]) / (one["static_s"] - one["best_s"]))
 
+    def reach(name: str) -> Any:
+        return found[name]["reach"] if name in found else None
+
     figures = {
-        "chi": [two["chi"], four["chi"]],
-        "static_slowdown": [one["static_s"] / one["even_s"] for one in (two, four)],
-        "migrate_reach": [two["reach"], four["reach"]],
-        "per_step_reach": [lent("2", two), lent("4", four)],
-        "resize_reach": found.get("resize", {}).get("reach"),
-        "semi_reach": found.get("semi", {}).get("reach"),
-        "data_reach": found["data"]["reach"],
-        "pipeline_reach": found["pipeline"]["reach"],
+        "chi": [one["chi"] for _, one in arms],
+        "static_slowdown": [one["static_s"] / one["even_s"] for _, one in arms],
+        "migrate_reach": [one["reach"] for _, one in arms],
+        "per_step_reach": [lent(*arm) for arm in arms],
+        "resize_reach": reach("resize"),
+        "semi_reach": reach("semi"),
+        "data_reach": reach("data"),
+        "pipeline_reach": reach("pipeline"),
         "sim8_reach": eight_ranks(),
-        "reaction_steps": max(one["reaction_steps"] or 999 for one in (two, four)),
-        "pause_over_step": max(one["pause_over_step"] for one in (two, four)),
+        "reaction_steps": max(one["reaction_steps"] or 999 for _, one in arms),
+        "pause_over_step": max(one["pause_over_step"] for _, one in arms),
         "loss_deviation": found["loss_deviation"],
         "false_moves": found["quiet"]["moves"],
     }
+    if "mixed_semi" in found:
+        alone = min(found["mixed_migrate"]["spent_s"], found["mixed_resize"]["spent_s"])
+        exact = found["mixed_migrate"]["loss"]
+        figures["mixed_semi_over_best_alone"] = found["mixed_semi"]["spent_s"] / alone
+        figures["mixed_loss_added"] = {mode: found[f"mixed_{mode}"]["loss"] - exact for mode in ("resize", "semi")}
     details = {
         name: {key: value for key, value in one.items() if key != "losses"} if isinstance(one, dict) else one
         for name, one in found.items()
