@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rota.cluster import Cluster, Device, local
 from rota.errors import InputError, RotaError
+from rota.execute.clusters import ray
 from rota.execute.run import run
 from rota.result import Result, TaskResult, open_run
 from rota.sweep import Sweep, grid
@@ -33,6 +34,7 @@ __all__ = [
     "grid",
     "local",
     "open_run",
+    "ray",
     "register_rule",
     "run",
     "strategies",

@@ -12,6 +12,9 @@ from typing import Any
 
 import click
 
+from rota.cluster import Cluster, local
+from rota.errors import InputError
+from rota.execute.clusters import ray
 from rota.schedule.problem import OBJECTIVES
 
 _WIDEST, _NARROWEST = 160, 60
@@ -24,6 +27,23 @@ profile_option = click.option(
     "--no-profile", is_flag=True, help="Measure nothing before the run; the longest tasks go first."
 )
 run_argument = click.argument("run", required=False)
+
+
+cluster_option = click.option(
+    "--cluster", metavar="ray[=ADDRESS]", help="Run on a Ray cluster: at ADDRESS or RAY_ADDRESS, or one started here."
+)
+
+
+def cluster_of(cluster: str | None, *, devices: int | None, memory: str | None, kind: str | None) -> Cluster:
+    """The devices that options ask for."""
+    if cluster is None:
+        return local(devices=devices, memory=memory, kind=kind)
+    manager, _, address = cluster.partition("=")
+    if manager != "ray":
+        raise InputError(f"--cluster can be ray or ray=ADDRESS, not {cluster!r}")
+    if kind is not None:
+        raise InputError("--kind is for one machine; a Ray cluster has the devices that its nodes show")
+    return ray(address or None, devices=devices, memory=memory)
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:

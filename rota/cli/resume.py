@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import click
 
-from rota.cli.options import device_options, json_option, objective_option, profile_option, run_argument
+from rota.cli.options import (
+    cluster_of,
+    cluster_option,
+    device_options,
+    json_option,
+    objective_option,
+    profile_option,
+    run_argument,
+)
 from rota.cli.run import check_file_is_given, finish
 from rota.cli.sweep_file import load_source, split
-from rota.cluster import local
 from rota.execute.record import RunRecord
 from rota.execute.run import RunOptions, run_source
 from rota.schedule.problem import Objective
@@ -24,6 +31,7 @@ from rota.store.run_folder import find_run
 @click.option("--strategy", metavar="S", help="How tasks run on devices from now on.")
 @objective_option
 @profile_option
+@cluster_option
 @device_options
 @json_option
 def resume(
@@ -35,6 +43,7 @@ def resume(
     strategy: str | None,
     objective: Objective,
     no_profile: bool,
+    cluster: str | None,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -49,7 +58,8 @@ def resume(
     check_file_is_given(record.source, folder.path)
     split(record.source)
     options = RunOptions(
-        cluster=local(devices=devices, memory=memory, kind=kind),
+        cluster=cluster_of(cluster, devices=devices, memory=memory, kind=kind),
+        code=split(record.source)[0].absolute().parent,
         out=folder.path,
         retries=retries,
         progress=not quiet,

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import click
 
-from rota.cli.options import device_options, json_option, objective_option, print_json, profile_option
+from rota.cli.options import (
+    cluster_of,
+    cluster_option,
+    device_options,
+    json_option,
+    objective_option,
+    print_json,
+    profile_option,
+)
 from rota.cli.sweep_file import load_source, split
-from rota.cluster import local
 from rota.errors import InputError
 from rota.execute.run import RunOptions, run_source
 from rota.execute.states import RunState
@@ -26,6 +33,7 @@ from rota.store.run_folder import new_run_path
 @click.option("--strategy", metavar="S", help="How tasks run on devices: tensor, 'data(2) * tensor(2)', ...")
 @objective_option
 @profile_option
+@cluster_option
 @device_options
 @json_option
 def run(
@@ -36,6 +44,7 @@ def run(
     strategy: str | None,
     objective: Objective,
     no_profile: bool,
+    cluster: str | None,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -48,7 +57,8 @@ def run(
     """
     path, _ = split(file)
     options = RunOptions(
-        cluster=local(devices=devices, memory=memory, kind=kind),
+        cluster=cluster_of(cluster, devices=devices, memory=memory, kind=kind),
+        code=path.absolute().parent,
         out=out or new_run_path(path.stem),
         retries=retries,
         progress=not quiet,

@@ -26,11 +26,13 @@ class Device:
     """The CPU cores that its worker is pinned to; empty means any."""
     label: str = ""
     """What people call it, for example the GPU's product name."""
+    node: str = ""
+    """The machine that it is in, where there are several."""
 
     @property
     def name(self) -> str:
-        """A short name, unique in its cluster: cpu:0, cuda:3."""
-        return f"{self.kind}:{self.index}"
+        """A short name, unique in its cluster: cpu:0, cuda:3, and with nodes alpha/cpu:0."""
+        return f"{self.node}/{self.kind}:{self.index}" if self.node else f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,14 @@ class Cluster:
     """The devices that a run may use."""
 
     devices: tuple[Device, ...]
+    manager: Literal["local", "ray"] = "local"
+    """What starts processes on them: this machine itself, or Ray."""
+    nodes: tuple[tuple[str, str], ...] = ()
+    """(the name of a node, what its manager calls it)"""
+    grows: bool = False
+    """Whether nodes that come later are used, too."""
+    memory_is_said: bool = False
+    """Whether the user has said how much memory devices have."""
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.errors import TaskError
-from rota.execute.backends.base import Backend, WorkerLost
+from rota.execute.backends.base import Backend, DeviceCame, DeviceGone, WorkerLost
 from rota.execute.events import Event, Launched, Lost, Requeued, RunEnded, RunNoted, Stopped
 from rota.execute.policy import Launch, LongestFirst, OpenPool, Policy, Switch, View, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
@@ -135,7 +135,13 @@ class Controller:
     # ---- deciding ----
 
     def _decide(self) -> None:
-        view = View(record=self.record, waiting=self._waiting, free=self._free, now_s=self._backend.now_s())
+        view = View(
+            record=self.record,
+            waiting=self._waiting,
+            free=self._free,
+            now_s=self._backend.now_s(),
+            devices=list(self._order),
+        )
         for decision in self._policy.decide(view):
             if isinstance(decision, Launch):
                 self._launch(decision)
@@ -195,6 +201,17 @@ class Controller:
     # ---- hearing ----
 
     def _hear(self, device: str, sign: Any) -> None:
+        if isinstance(sign, DeviceGone):
+            self._note(RunNoted(text=f"{device} is gone ({sign.reason})"))
+            self._order.pop(device, None)
+            if device in self._free:
+                self._free.remove(device)
+            return
+        if isinstance(sign, DeviceCame):
+            self._note(RunNoted(text=f"{device} has come"))
+            self._order[device] = max(self._order.values(), default=-1) + 1
+            self._free.append(device)
+            return
         seat = self._busy.get(device)
         if seat is None or isinstance(sign, Beat):
             return
@@ -279,7 +296,8 @@ class Controller:
             if freed in self._pools.values():
                 return  # others are still there
         for one in freed:
-            bisect.insort(self._free, one, key=self._order.__getitem__)
+            if one in self._order:  # not gone meanwhile
+                bisect.insort(self._free, one, key=self._order.__getitem__)
 
     # ---- stopping ----
 

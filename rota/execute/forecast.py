@@ -66,11 +66,11 @@ class Forecast:
 
 
 def nodes_of(cluster: Cluster) -> tuple[Node, ...]:
-    """A cluster as the scheduler sees it: this machine's devices of a kind are a node."""
+    """A cluster as the scheduler sees it: the devices of a kind in one machine are a node."""
     groups: dict[tuple[str, str], list[str]] = {}
     memory: dict[tuple[str, str], int] = {}
     for device in cluster.devices:
-        key = (device.kind, device.label)
+        key = (device.kind, f"{device.node} {device.label}")
         groups.setdefault(key, []).append(device.name)
         memory[key] = min(memory.get(key, device.memory_bytes), device.memory_bytes)
     return tuple(

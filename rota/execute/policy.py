@@ -39,6 +39,8 @@ class View:
     free: Sequence[str]
     """Devices that have no task."""
     now_s: float
+    devices: Sequence[str] = ()
+    """All that there are, free or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +103,11 @@ class LongestFirst:
         decisions = []
         left = list(view.free)
         for task in view.waiting:
-            if task.width > len(left):
+            width = min(task.width, len(view.devices)) if view.devices else task.width  # some may have gone
+            if width > len(left):
                 break
-            decisions.append(Launch(task=task.name, devices=tuple(left[: task.width])))
-            del left[: task.width]
+            decisions.append(Launch(task=task.name, devices=tuple(left[:width])))
+            del left[:width]
         return decisions
 
     def another_way(self, task: TaskRecord) -> str:

@@ -67,6 +67,8 @@ class RunOptions:
     """What the schedule is for: the end of the last task, the mean of the ends of all, or device hours."""
     profile: bool = True
     """Whether tasks are measured and scheduled before they run; otherwise the longest go first."""
+    code: Path | None = None
+    """The folder of the sweep: its Python files go to machines that do not have them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
@@ -121,7 +123,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         held = options.out is not None and RunFolder(options.out).exists()
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
-        backend = stack.enter_context(contextlib.closing(LocalBackend(cluster)))
+        backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code)))
         if options.strategy is None:
             backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
         source = load()
@@ -137,6 +139,15 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             _carry_out(folder, source.sweep, record, cluster, backend, options, widths)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)
+
+
+def backend_of(cluster: Cluster, *, code: Path | None = None) -> LocalBackend:
+    """What starts processes on a cluster's devices; `code` is the folder whose Python files its tasks need."""
+    if cluster.manager == "local":
+        return LocalBackend(cluster)
+    from rota.execute.backends.ray import RayBackend
+
+    return RayBackend(cluster, code=code)
 
 
 def _report(folder: RunFolder) -> None:
@@ -228,6 +239,11 @@ def _carry_out(
                 retries=options.retries,
                 observer=observer,
             )
+            for node in backend.unseen(folder.journal):
+                controller.note(
+                    f"node {node} does not see {folder.path}: what is trained there stays on its own disk and is lost "
+                    "with it; use a folder that all nodes see"
+                )
             with (
                 _interruptible(controller),
                 _scheduled(controller, sweep, record, cluster, backend, folder, options, widths),

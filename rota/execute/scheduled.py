@@ -6,6 +6,7 @@ import collections
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from rota.execute.policy import Decision, Launch, Switch, Tell, View
@@ -111,6 +112,7 @@ class Scheduled:
     def decide(self, view: View) -> Sequence[Decision]:
         """Look at what has changed, think again if it matters, and launch what is due."""
         decisions: list[Decision] = []
+        self._see_devices(view)
         if self._replan or self._due:
             self._observe(view)
             decisions += self._hear(view)
@@ -132,6 +134,17 @@ class Scheduled:
         if ended != self._ended:
             self._due = self._due or self._ended >= 0
             self._ended = ended
+
+    def _see_devices(self, view: View) -> None:
+        """Devices may go, with what was planned for them, and come."""
+        known = {device for node in self._nodes for device in node.devices}
+        there = set(view.devices)
+        if not there or known == there:
+            return
+        self._nodes = _with_devices(self._nodes, sorted(there))
+        self._intents = {name: one for name, one in self._intents.items() if there.issuperset(one.devices)}
+        self._asked = None  # the answer would be to another question
+        self._due = True
 
     def _see_leaving(self, task: TaskRecord, now_s: float) -> None:
         attempt, told_s = self._leaving[task.name]
@@ -323,6 +336,21 @@ class Scheduled:
                 yield Launch(task=intent.task, devices=intent.devices, strategy=strategy)
                 free = [device for device in free if device not in intent.devices]
             taken |= set(intent.devices)
+
+
+def _with_devices(nodes: Sequence[Node], there: Sequence[str]) -> tuple[Node, ...]:
+    """The nodes as they are now; what is new joins those of its machine, or is like the first."""
+    found = {node.name: [device for device in node.devices if device in there] for node in nodes}
+    homes = {device.rpartition("/")[0]: node for node in nodes for device in node.devices}
+    kinds = {node.name: node for node in nodes}
+    known = {device for node in nodes for device in node.devices}
+    for device in there:
+        if device not in known:
+            home = device.rpartition("/")[0]
+            node = homes.setdefault(home, replace(nodes[0], name=home or device))
+            kinds.setdefault(node.name, node)
+            found.setdefault(node.name, []).append(device)
+    return tuple(replace(kinds[name], devices=tuple(devices)) for name, devices in found.items() if devices)
 
 
 def _told(label: str, devices: Sequence[str]) -> str:

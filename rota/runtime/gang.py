@@ -7,6 +7,7 @@ All of them run the same code on the same data. The first, the leader, decides w
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,8 @@ class Gang:
 
     rank: int
     size: int
-    store: Path
-    """The file through which they find each other."""
+    store: Path | str
+    """Where they find each other: a file, or tcp://host:port of the leader."""
     kind: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -43,7 +44,7 @@ class Gang:
     def meet(self, *, timeout_s: float) -> None:
         """Wait for the others."""
         with talking():
-            store = dist.FileStore(str(self.store), self.size)  # type: ignore[attr-defined]
+            store = self._store(timeout_s)
             comm.connect(rank=self.rank, size=self.size, store=store, kind=self.kind, timeout_s=timeout_s)
             dist.barrier()
 
@@ -51,8 +52,15 @@ class Gang:
         """Leave; those that still wait for this process notice."""
         with contextlib.suppress(Exception):
             comm.disconnect()
-        if self.leads:
+        if self.leads and isinstance(self.store, Path):
             self.store.unlink(missing_ok=True)
+
+    def _store(self, timeout_s: float) -> Any:
+        if isinstance(self.store, Path):
+            return dist.FileStore(str(self.store), self.size)  # type: ignore[attr-defined]
+        host, _, port = self.store.removeprefix("tcp://").rpartition(":")
+        timeout = datetime.timedelta(seconds=timeout_s)
+        return dist.TCPStore(host, int(port), self.size, is_master=self.leads, timeout=timeout)  # type: ignore[attr-defined]
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         """What the leader says."""

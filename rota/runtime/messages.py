@@ -24,6 +24,8 @@ class Train:
     rank: int = 0
     """This worker's place among those that train the task together; the first leads."""
     size: int = 1
+    meeting: str = ""
+    """Where they find each other, tcp://host:port; through a file in the folder if nothing is said."""
 
 
 @register
@@ -58,6 +60,7 @@ class Try:
     import_path: tuple[str, ...]
     rank: int = 0
     size: int = 1
+    meeting: str = ""
 
 
 @register

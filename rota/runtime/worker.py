@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from rota.runtime.loop import Loop, Surroundings
 
 BEAT_EVERY_S = 1.0
+CODE_FOLDER = "ROTA_CODE"
+"""Names the folder with the code that came from the controller's machine."""
 
 _LOCK_WAIT_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -211,7 +213,7 @@ class Worker:
             owning = contextlib.nullcontext() if follows else _owning(folder)
             with owning, preserved(), _memory_limit(self._settings):
                 _redirect_output(folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE))
-                sys.path[:] = command.import_path
+                sys.path[:] = _import_path(command)
                 task = _arrived(_unpickle(payload, command.task))
                 gang = _gang_of(command, task, self._settings.kind)
                 loop = Loop(
@@ -250,7 +252,7 @@ class Worker:
             with preserved(), _memory_limit(self._settings):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _redirect_output(folder / OUTPUT_FILE)
-                sys.path[:] = command.import_path
+                sys.path[:] = _import_path(command)
                 if isinstance(command, Look):
                     task, strategies, techniques = _unpickle(payload, command.task)
                     outcome = self._look(command, task, strategies, techniques, device)
@@ -354,6 +356,11 @@ class _Follower:
         return 0
 
 
+def _import_path(command: Train | Look | Try) -> list[str]:
+    """The controller's, and where its code was put if this is another machine."""
+    return [*command.import_path, *filter(None, [os.environ.get(CODE_FOLDER)])]
+
+
 def _gang_of(command: Train | Try, task: Any, kind: str) -> Gang | None:
     """The gang of a task, or None where plain PyTorch on one device does."""
     from rota.runtime.one_device import spills
@@ -362,7 +369,7 @@ def _gang_of(command: Train | Try, task: Any, kind: str) -> Gang | None:
         return None
     from rota.runtime.gang import Gang
 
-    store = Path(command.folder) / f"gang-{command.attempt}"
+    store = command.meeting or Path(command.folder) / f"gang-{command.attempt}"
     return Gang(rank=command.rank, size=command.size, store=store, kind=kind)
 
 

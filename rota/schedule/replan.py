@@ -66,8 +66,10 @@ def problem_of(
                 else option_of(one.task, estimate, steps=max(one.steps, 1.0), more_s=_LEAST_S)
             )
     known = {option.tasks[0] for option in options}
+    largest = max((len(node.devices) for node in nodes), default=0)
     return Problem(
-        options=tuple(options),
+        # What no node has room for spans several, or does not run at all.
+        options=tuple(replace(one, spans=one.spans or one.devices > largest) for one in options),
         nodes=tuple(nodes),
         objective=objective,
         deadlines={task: by_s for task, by_s in (deadlines or {}).items() if task in known},

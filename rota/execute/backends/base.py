@@ -20,7 +20,21 @@ class WorkerLost:
     """Whether another attempt may succeed."""
 
 
-Sign = tuple[str, Report | WorkerLost]
+@dataclass(frozen=True, kw_only=True)
+class DeviceGone:
+    """A device is not there any more; what ran on it was told as lost before."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCame:
+    """There is a new device."""
+
+    memory_bytes: int
+
+
+Sign = tuple[str, Report | WorkerLost | DeviceGone | DeviceCame]
 """A device, and what was heard of it."""
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ class LocalBackend:
 
     def __init__(self, cluster: Cluster) -> None:
         self._devices = {device.name: device for device in cluster.devices}
-        self._workers: dict[str, _WorkerProcess] = {}
+        self._workers: dict[str, Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._signs: list[Sign] = []
         self._pools: dict[str, _Pool] = {}
@@ -103,9 +103,7 @@ class LocalBackend:
         payload = _pickled(task)
         path = _import_path()
         folder = folder.absolute()
-        if len(devices) > 1:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / f"gang-{attempt}").unlink(missing_ok=True)  # of a controller that was killed
+        meeting = self._meeting(devices, folder, attempt)
         for rank, device in enumerate(devices):
             worker = self._worker(device)
             worker.task = task.name
@@ -116,8 +114,16 @@ class LocalBackend:
                 import_path=path,
                 rank=rank,
                 size=len(devices),
+                meeting=meeting,
             )
             worker.send(command, payload)
+
+    def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
+        """Where the processes of a task find each other: a file, if nothing is said."""
+        if len(devices) > 1:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / f"gang-{attempt}").unlink(missing_ok=True)  # of a controller that was killed
+        return ""
 
     def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
         """A worker for each task, and a thread that lets them take turns."""
@@ -148,6 +154,10 @@ class LocalBackend:
         if not pool.places:
             pool.arbiter.close()
 
+    def unseen(self, path: Path) -> list[str]:
+        """The nodes that do not see a file of this machine."""
+        return []
+
     def halt(self, device: str) -> None:
         """Pass the request on."""
         worker = self._workers.get(device)
@@ -158,7 +168,8 @@ class LocalBackend:
         """End the worker with SIGKILL."""
         worker = self._workers.pop(device, None)
         if worker is not None:
-            self._selector.unregister(worker.socket)
+            if worker.socket is not None:
+                self._selector.unregister(worker.socket)
             worker.end()
 
     def confirm(self, device: str, measured: Measured) -> None:
@@ -185,29 +196,30 @@ class LocalBackend:
         deadline_s = time.monotonic() + _GOODBYE_S
         for name, worker in list(self._workers.items()):
             if worker.task is None and worker.ready:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(max(0.0, deadline_s - time.monotonic()))
+                worker.wait(max(0.0, deadline_s - time.monotonic()))
             self.kill(name)
         for place in list(self._pools):
             self.close_place(place)
         self._selector.close()
 
-    def _worker(self, device: str) -> _WorkerProcess:
+    def _worker(self, device: str) -> Peer:
         worker = self._workers.get(device)
-        if worker is not None and worker.process.poll() is not None:  # died while it had nothing to do
+        if worker is not None and worker.exit_code() is not None:  # died while it had nothing to do
             self.kill(device)
             worker = None
-        if worker is None:
-            worker = self._add(device, _WorkerProcess(device, self._devices[device]))
-        return worker
+        return worker if worker is not None else self._add(device, self._start(device))
 
-    def _add(self, device: str, worker: _WorkerProcess) -> _WorkerProcess:
+    def _start(self, device: str) -> Peer:
+        return _WorkerProcess(device, self._devices[device])
+
+    def _add(self, device: str, worker: Peer) -> Peer:
         self._workers[device] = worker
-        self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+        if worker.socket is not None:
+            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         return worker
 
-    def _read(self, worker: _WorkerProcess) -> None:
-        while True:
+    def _read(self, worker: Peer) -> None:
+        while worker.socket is not None:
             try:
                 data = worker.socket.recv(1 << 20)
             except BlockingIOError:
@@ -215,6 +227,7 @@ class LocalBackend:
             except OSError:
                 data = b""
             if not data:
+                worker.hung_up()
                 return  # it has died; _look_after tells how
             worker.heard_s = time.monotonic()
             try:
@@ -224,7 +237,7 @@ class LocalBackend:
                 self._lose(worker, f"its worker sent nonsense ({error})", retry=True)
                 return
 
-    def _hear(self, worker: _WorkerProcess, message: Any) -> None:
+    def _hear(self, worker: Peer, message: Any) -> None:
         if isinstance(message, Beat):
             worker.beat = message
         elif isinstance(message, Ready):
@@ -233,8 +246,8 @@ class LocalBackend:
             worker.task = None
         self._signs.append((worker.name, message))
 
-    def _look_after(self, worker: _WorkerProcess) -> None:
-        code = worker.process.poll()
+    def _look_after(self, worker: Peer) -> None:
+        code = worker.exit_code()
         if code is not None:
             self._read(worker)  # what it said before it died still counts
             self._lose(worker, worker.cause_of_death(code), retry=True)
@@ -249,7 +262,7 @@ class LocalBackend:
             if busy_s > beat.limit_s:
                 self._lose(worker, f"{beat.phase} did not end within {beat.limit_s:g} s", retry=beat.retry)
 
-    def _lose(self, worker: _WorkerProcess, reason: str, *, retry: bool) -> None:
+    def _lose(self, worker: Peer, reason: str, *, retry: bool) -> None:
         busy = worker.task is not None
         self.kill(worker.name)
         if busy:
@@ -279,33 +292,19 @@ class _Pool:
     places: set[str]
 
 
-class _WorkerProcess:
-    """A worker, seen from outside."""
+class Peer:
+    """A worker, seen from outside: what is sent to it and heard of it, wherever it runs."""
 
-    def __init__(
-        self,
-        name: str,
-        device: Device,
-        turns: socket.socket | None = None,
-        pool_cores: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
-        """`turns` is where one in a pool takes its turns, on devices with these cores."""
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.device = device
         self.task: str | None = None
         self.ready = False
         self.deframer = channel.Deframer()
         self.beat: Beat | None = None
         self.heard_s = time.monotonic()
+        self.socket: socket.socket | None = None
+        """None until it is connected."""
         self._outbox = bytearray()
-        self._cpu_s = 0.0
-        self._cpu_since_s = time.monotonic()
-        # What it prints before its first task is only of interest if it dies.
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = _spawn(device, theirs, self._output, turns, pool_cores)
-        self.socket.setblocking(False)
 
     def send(self, message: Any, payload: bytes = b"") -> None:
         """Send without ever waiting for the worker; what does not fit is sent by `flush`."""
@@ -314,7 +313,7 @@ class _WorkerProcess:
 
     def flush(self) -> None:
         """Send what the worker is ready to take."""
-        while self._outbox:
+        while self._outbox and self.socket is not None:
             try:
                 sent = self.socket.send(memoryview(self._outbox)[: 1 << 20])
             except BlockingIOError:
@@ -324,8 +323,62 @@ class _WorkerProcess:
                 return
             del self._outbox[:sent]
 
+    def hung_up(self) -> None:
+        """Nothing more will be heard of it."""
+
+    def exit_code(self) -> int | None:
+        """How its process ended; None while it runs."""
+        raise NotImplementedError
+
+    def cause_of_death(self, code: int) -> str:
+        """A sentence about how it ended."""
+        raise NotImplementedError
+
     def is_still(self) -> bool:
         """Whether it has not computed for a while."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended by itself, for a while."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Kill it and what it started, if it lives, and release what belonged to it."""
+        raise NotImplementedError
+
+
+class _WorkerProcess(Peer):
+    """A worker on this machine."""
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        turns: socket.socket | None = None,
+        pool_cores: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        """`turns` is where one in a pool takes its turns, on devices with these cores."""
+        super().__init__(name)
+        self._cpu_s = 0.0
+        self._cpu_since_s = time.monotonic()
+        # What it prints before its first task is only of interest if it dies.
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = spawn(device, theirs, self._output, turns, pool_cores)
+        self.socket.setblocking(False)
+
+    def exit_code(self) -> int | None:
+        """Of the process."""
+        return self.process.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """For the process."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+
+    def is_still(self) -> bool:
+        """By the time that it has used of the processor."""
         now_s = time.monotonic()
         try:
             times = psutil.Process(self.process.pid).cpu_times()
@@ -337,34 +390,52 @@ class _WorkerProcess:
         return now_s - self._cpu_since_s > _IDLE_S
 
     def cause_of_death(self, code: int) -> str:
-        """A sentence about how it ended."""
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (the machine may have run out of memory)" if -code == signal.SIGKILL else ""
-            return f"its worker was killed by {name}{hint}"
-        self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, self._output.tell() - _OUTPUT_TAIL_BYTES))
-        lines = self._output.read().decode(errors="replace").strip().splitlines()
-        return f"its worker exited with code {code}" + (f": {lines[-1]}" if lines else "")
+        """With the last line that it wrote, if it says why."""
+        return how_it_ended(code, last_line(self._output))
 
     def end(self) -> None:
-        """Kill it and what it started, if it lives, and release what belonged to it."""
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
-        self.process.kill()
-        self.process.wait()
+        """With everything that it started."""
+        end_process(self.process)
+        assert self.socket is not None
         self.socket.close()
         self._output.close()
 
 
-def _spawn(
+def last_line(output: IO[bytes]) -> str:
+    """Of what a worker wrote outside of its tasks."""
+    output.seek(0, os.SEEK_END)
+    output.seek(max(0, output.tell() - _OUTPUT_TAIL_BYTES))
+    lines = output.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def how_it_ended(code: int, line: str) -> str:
+    """A sentence about the end of a process."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the machine may have run out of memory)" if -code == signal.SIGKILL else ""
+        return f"its worker was killed by {name}{hint}"
+    return f"its worker exited with code {code}" + (f": {line}" if line else "")
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it started."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    process.wait()
+
+
+def spawn(
     device: Device,
     theirs: socket.socket,
     output: IO[bytes],
     turns: socket.socket | None,
     pool_cores: tuple[tuple[int, ...], ...],
+    more: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
+    """Start a worker that listens to a socket; `more` goes into its environment."""
     settings = WorkerSettings(
         socket=theirs.fileno(),
         kind=device.kind,
@@ -382,8 +453,9 @@ def _spawn(
     else:
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
     # Workers on one machine talk to each other, and to nobody outside.
-    if sys.platform == "linux":
+    if sys.platform == "linux" and more is None:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment |= more or {}
     # -P: the current folder is only importable if it is for the controller too.
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _START, json.dumps(dataclasses.asdict(settings))],

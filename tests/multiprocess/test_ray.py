@@ -1,0 +1,200 @@
+"""A sweep on a Ray cluster of three nodes is the sweep on one machine, whatever happens to the nodes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rota
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'rota[ray]'")
+
+SWEEP = """
+import torch, rota
+import torch.nn.functional as F
+from helper import loss
+from rota.testing.models import GPT
+
+ROWS = torch.randint(0, 32, (64, 17), generator=torch.Generator().manual_seed(1))
+
+
+def task(name, strategy, devices, *, lr=1e-3, steps=30, precision="float32"):
+    return rota.Task(
+        name=name,
+        model=lambda: GPT(vocabulary=32, context=16, width=32, depth=2, heads=4, dropout=0.1),
+        data=lambda: rota.Data(train=ROWS[:56], valid=ROWS[56:], batch_size=8),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
+        steps=steps, valid_every=10, strategy=strategy, devices=devices, checkpoint_every=5, precision=precision,
+        balance="off",
+    )
+
+
+sweep = rota.Sweep(tasks=[TASKS])
+"""
+HELPER = """
+import torch.nn.functional as F
+
+
+def loss(model, rows):
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+"""
+SMALL = """
+    task("one", "single", 1),
+    task("two", "single", 1, lr=2e-3),
+    task("wide", "tensor", 2),
+    task("last", "single", 1, lr=3e-3),
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[Any]:
+    """A head without devices, and three nodes with one each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        cluster.workers = [cluster.add_node(num_cpus=1) for _ in range(3)]
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def _files(folder: Path, tasks: str) -> Path:
+    (folder / "helper.py").write_text(HELPER)
+    file = folder / "sweep.py"
+    file.write_text(SWEEP.replace("TASKS", tasks))
+    return file
+
+
+def _assert_equal(run: Path, other: Path) -> None:
+    left, right = rota.open_run(run), rota.open_run(other)
+    assert {task.state for task in left.tasks} == {"finished"}, [task.reason for task in left.tasks]
+    for mine, theirs in zip(left.tasks, right.tasks, strict=True):
+        found, expected = load_file(mine.model_path), load_file(theirs.model_path)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), mine.name
+        assert left.history(mine) == right.history(theirs)
+
+
+@pytest.mark.timeout(150)
+def test_it_equals_the_local_run_bit_for_bit(cli: Any, nodes: Any, tmp_path: Path) -> None:
+    file = _files(tmp_path, SMALL)
+    arguments = ("run", file, "--no-profile", "--memory", "1GiB")
+    done = cli.run(*arguments, "--cluster", f"ray={nodes.address}", "--out", tmp_path / "ray", timeout=90)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert cli.run(*arguments, "--devices", "2", "--out", tmp_path / "local", timeout=90).returncode == 0
+    _assert_equal(tmp_path / "ray", tmp_path / "local")
+    used = {device for task in rota.open_run(tmp_path / "ray").record.tasks.values() for device in _devices(task)}
+    assert len(used) == 3
+    assert _no_worker_is_left()
+
+
+def _devices(task: Any) -> set[str]:
+    return {span.device for span in task.spans}
+
+
+def _no_worker_is_left(timeout_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        if "from rota.runtime.worker import main; main()" not in listed:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _wait(condition: Any, process: Any, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(200)
+def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used(
+    cli: Any, nodes: Any, tmp_path: Path
+) -> None:
+    tasks = ", ".join(f'task("t{i}", "single", 1, steps=200, lr={1e-3 * (i + 1)})' for i in range(4))
+    file = _files(tmp_path, tasks)
+    run = tmp_path / "ray"
+    process = cli.start(
+        "run", file, "--no-profile", "--memory", "1GiB", "--cluster", f"ray={nodes.address}", "--out", run
+    )
+
+    def far() -> bool:
+        try:
+            return max((task.saved_step for task in rota.open_run(run).record.tasks.values()), default=0) >= 10
+        except rota.RotaError:
+            return False
+
+    _wait(far, process)
+    nodes.remove_node(nodes.workers[0], allow_graceful=False)
+    nodes.add_node(num_cpus=1)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err + out
+    assert "is gone" in err + out
+    assert "has come" in err + out
+    local = ("run", file, "--no-profile", "--memory", "1GiB", "--devices", "2", "--out", tmp_path / "local")
+    assert cli.run(*local, timeout=120).returncode == 0
+    _assert_equal(run, tmp_path / "local")
+
+
+@pytest.mark.timeout(100)
+def test_who_does_not_know_the_key_is_sent_away(nodes: Any, tmp_path: Path) -> None:
+    code = f"""
+import socket, sys, time
+import rota
+from rota.execute.backends.ray import RayBackend
+backend = RayBackend(rota.ray({nodes.address!r}))
+guests = [socket.create_connection(backend._address) for _ in range(3)]
+guests[0].sendall(b"x" * 48)
+guests[1].sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+for _ in range(20):
+    assert backend.poll(0.05) == []
+guests[0].settimeout(2)
+challenge = guests[0].recv(100)
+assert len(challenge) == 16, challenge
+assert guests[0].recv(100) == b""
+backend.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no worker of this run" in done.stderr
+
+
+def test_another_version_on_a_node_is_told(monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
+    code = f"""
+import rota.execute.backends.ray as backend
+ours = backend.versions()
+backend.versions = lambda: {{**ours, "torch": "1.0"}}
+import rota
+try:
+    rota.ray({nodes.address!r})
+except rota.InputError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    assert "and this machine has 1.0; install the same on all" in done.stdout, done.stderr
+
+
+def test_without_a_cluster_at_the_address_it_is_said(cli: Any, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    file = _files(tmp_path, SMALL)
+    done = cli.run("run", file, "--cluster", f"ray=127.0.0.1:{port}", timeout=60)
+    assert done.returncode == 2
+    assert "there is no Ray cluster at" in done.stderr
+    done = cli.run("run", file, "--cluster", "slurm", timeout=60)
+    assert done.returncode == 2
+    assert "--cluster can be ray" in done.stderr
