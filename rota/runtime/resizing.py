@@ -31,10 +31,10 @@ _MOST = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Resizing:
-    """What is left out, and what stands for it."""
+    """What is left out, and what stands for it; by default what lost least in bench.resize_accuracy."""
 
     impute: Impute = "zero"
-    select: Select = "random"
+    select: Select = "per_layer"
 
 
 @dataclass(kw_only=True)
