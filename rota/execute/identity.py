@@ -13,7 +13,8 @@ from rota.sweep import Sweep
 from rota.task import Task
 
 # How long to wait, how often to save and on how many devices does not change what is trained.
-_FREE_FIELDS = {"setup_timeout_s", "step_timeout_s", "checkpoint_every", "strategy", "devices", "compile", "deadline_s"}
+_FREE_FIELDS = {"setup_timeout_s", "step_timeout_s", "checkpoint_every", "strategy", "devices", "compile"}
+_FREE_FIELDS |= {"deadline_s", "balance"}
 
 
 def describe(task: Task) -> dict[str, Any]:

@@ -110,7 +110,9 @@ def _check_address(address: str | None) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
     except OSError as error:
-        raise InputError(f"rota.ray: there is no Ray cluster at {address} ({error}); start one with `ray start`") from None
+        raise InputError(
+            f"rota.ray: there is no Ray cluster at {address} ({error}); start one with `ray start`"
+        ) from None
 
 
 def _alive() -> list[dict[str, Any]]:
