@@ -211,7 +211,7 @@ def _saved(now: Standing, times: Times, facts: Facts) -> tuple[float, float, Sha
     if step_s(slow, even(facts.ranks), now.fixed) <= best_s * (1 + _EVEN):
         best = even(facts.ranks)
         best_s = step_s(slow, best, now.fixed)
-    now_s = step_s(slow, now.shares, now.fixed)
+    now_s = max(step_s(slow, now.shares, now.fixed), 1e-12)
     return 1 - best_s / now_s, now_s - best_s, best
 
 
@@ -244,7 +244,7 @@ def _resize(now: Standing, facts: Facts) -> Resize | None:
     target_s = statistics.median_low(full)
     found = []
     for one, time, share in zip(slow, full, now.shares, strict=True):
-        part = (time - target_s) / (one * share * facts.products)
+        part = (time - target_s) / max(one * share * facts.products, 1e-12)
         found.append(min(MOST_LEFT_OUT, part) if part >= _FINER_LEFT_OUT else 0.0)
     left_out = tuple(found)
     if all(abs(a - b) < _FINER_LEFT_OUT for a, b in zip(left_out, now.left_out, strict=True)):

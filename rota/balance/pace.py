@@ -16,6 +16,9 @@ Times = tuple[float, ...]
 """Seconds that each device computed in a step, without its waits for others."""
 
 
+_LEAST = 1e-9
+
+
 def even(ranks: int) -> Shares:
     """The same for all."""
     return (1 / ranks,) * ranks
@@ -23,7 +26,8 @@ def even(ranks: int) -> Shares:
 
 def slowness(times: Sequence[float], work: Sequence[float], fixed: float) -> tuple[float, ...]:
     """Of each device: seconds for a unit of work."""
-    return tuple(time / (fixed + share) for time, share in zip(times, work, strict=True))
+    # A device may have nothing to do, and a clock may not have moved.
+    return tuple(max(time, _LEAST) / max(fixed + share, _LEAST) for time, share in zip(times, work, strict=True))
 
 
 def step_s(slow: Sequence[float], work: Sequence[float], fixed: float) -> float:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rota.balance.decide import Decision, Facts, Migrate, Policy, Resize, Seen, Standing, given_up, moved
+from rota.balance.decide import (
+    MOST_LEFT_OUT,
+    Decision,
+    Facts,
+    Migrate,
+    Policy,
+    Resize,
+    Seen,
+    Standing,
+    given_up,
+    moved,
+)
 from rota.balance.pace import Shares
+from rota.errors import InputError, TaskError
 from rota.plan.cache import Programs
 from rota.runtime.engine import Engine
+from rota.runtime.user_code import calling
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +102,8 @@ class Balancer:
 
     def numbers(self) -> list[float]:
         """What is added up over all processes: what each has spent since the last time, and whether it is ready."""
-        found = [0.0] * (self.facts.ranks + 3)
+        found = [0.0] * (self.facts.ranks + 4)
+        found[-4] = self._asked_for()
         found[self._rank] = self._spent_s
         found[-3] = self._cost_s if self._rank == 0 else 0.0
         # Looked at once: what becomes ready meanwhile is so for all from the next time on.
@@ -97,7 +113,12 @@ class Balancer:
         return found
 
     def heard(self, numbers: list[float]) -> None:
-        """The sums."""
+        """The sums. TaskError if not all have decided the same, before anything is done about it."""
+        if numbers[-4] != self.facts.ranks * self._asked_for():
+            raise TaskError(
+                "the balance policy decided differently in the processes of the task; it may depend on nothing but "
+                "what it is given"
+            )
         for rank in range(self.facts.ranks):
             self._times[rank] += numbers[rank]
         self._heard_cost_s, self._ready, self._failed = numbers[-3], round(numbers[-2]), round(numbers[-1])
@@ -119,15 +140,26 @@ class Balancer:
             cost_s=self._heard_cost_s,
         )
         self._times = [0.0] * self.facts.ranks
-        self.standing, decision = self._policy(self.standing, seen, self.facts)
+        before = self.standing
+        with calling("the balance policy"):
+            self.standing, decision = checked(self._policy(before, seen, self.facts), self.facts)
         if isinstance(decision, Migrate):
+            if before.under_way is not None:
+                self.standing = replace(self.standing, under_way=before.under_way)
+                return None  # one thing after another
+            self.standing = replace(self.standing, under_way=tuple(decision.shares))
             self._why = decision.why
-            self._prepare(decision.shares)
+            self._prepare(tuple(decision.shares))
         elif isinstance(decision, Resize):
+            self.standing = replace(self.standing, left_out=tuple(decision.left_out))
             self._tell(
                 step=step, shares=self.standing.shares, left_out=decision.left_out, pause_s=0.0, why=decision.why
             )
         return decision
+
+    def _asked_for(self) -> float:
+        """A number for what was decided, by which processes see that they all decided the same."""
+        return float(zlib.crc32(repr((self.standing.under_way, self.standing.left_out)).encode()))
 
     def _prepare(self, shares: Shares) -> None:
         self._made, self._error = self._ways.pop(shares, None), ""
@@ -154,7 +186,7 @@ class Balancer:
         if self.standing.under_way is None:
             return None
         if self._failed:
-            self.give_up("it cannot be prepared")
+            self.give_up(self._error or "another device cannot prepare it")
             return None
         return self._made if self._ready == self.facts.ranks else None
 
@@ -190,6 +222,41 @@ class Balancer:
             self._thread.join()
         self._thread, self._made, self._error = None, None, ""
         self._ready = self._failed = 0
+
+
+def checked(answer: Any, facts: Facts) -> tuple[Standing, Decision]:
+    """What a policy returned; InputError with one sentence if it cannot be carried out."""
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], Standing):
+        raise InputError(f"it must return (standing, decision), not {str(answer)[:80]}")
+    standing, decision = answer
+    if decision is None:
+        return standing, None
+    if isinstance(decision, Migrate):
+        if not _numbers(decision.shares, facts.ranks) or not all(0 < one < math.inf for one in decision.shares):
+            raise InputError(f"shares must be {facts.ranks} positive numbers, not {decision.shares!r}")
+    elif isinstance(decision, Resize):
+        if facts.products <= 0:
+            raise InputError(
+                "nothing can be left out of this task: its policy has no mode 'semi' or 'resize', it is compiled, or "
+                "no product is cut between its devices (as tensor cuts them)"
+            )
+        if not _numbers(decision.left_out, facts.ranks) or not all(
+            0 <= one <= MOST_LEFT_OUT for one in decision.left_out
+        ):
+            raise InputError(
+                f"left_out must be {facts.ranks} numbers from 0 to {MOST_LEFT_OUT}, not {decision.left_out!r}"
+            )
+    else:
+        raise InputError(f"a decision is Migrate, Resize or None, not {decision!r}")
+    return standing, decision
+
+
+def _numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list | tuple)
+        and len(values) == count
+        and all(isinstance(one, int | float) and not isinstance(one, bool) for one in values)
+    )
 
 
 def silent(**what: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from rota.balance.division import products_of
 from rota.plan.box import Box
 from rota.plan.program import Program
 from rota.runtime.device_run import DeviceRun
@@ -65,12 +66,8 @@ class Resizer:
         self._hooks: list[Any] = []
         self._products = {
             op: _Product(weight=weight, columns=columns, changes=torch.full((columns,), float("inf")))
-            for op, (weight, columns) in products_of(program, device).items()
+            for op, (weight, columns) in products_of(program, device.device).items()
         }
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to leave out."""
-        return bool(self._products)
 
     def leave_out(self, part: float) -> None:
         """From the next step on, so much of each product."""
@@ -112,7 +109,7 @@ class Resizer:
         if any(mean in (0.0, float("inf")) for mean in means.values()):
             return dict.fromkeys(self._products, self._left_out)
         inverse = {op: 1 / mean for op, mean in means.items()}
-        middle = sum(inverse.values()) / len(inverse)
+        middle = sum(inverse.values()) / max(1, len(inverse))
         return {op: min(_MOST, self._left_out * one / middle) for op, one in inverse.items()}
 
     def _choose(self, parts: Mapping[str, float]) -> None:
@@ -208,28 +205,3 @@ def _imputed(some: torch.Tensor, kept: torch.Tensor, product: _Product, impute: 
         product.last[what] = made
         made = made.clone()
     return made
-
-
-def products_of(program: Program, device: DeviceRun) -> dict[str, tuple[tuple[str, Box], int]]:
-    """The products that are divided: op -> the piece of its weight on this device, and its number of columns."""
-    places: dict[str, set[int]] = {}
-    readers: dict[str, int] = {}
-    for segment in program.segments:
-        for call in segment.calls:
-            places.setdefault(call.op, set()).add(segment.device)
-    for op in program.refined.graph.ops:
-        for name in op.inputs:
-            readers[name] = readers.get(name, 0) + 1
-    found: dict[str, tuple[tuple[str, Box], int]] = {}
-    for segment in program.segments:
-        if segment.device != device.device:
-            continue
-        for call in segment.calls:
-            op = program.refined.cases[call.op].op
-            if op.kind != "linear" or len(op.inputs) < 2 or not call.ranges or len(places[call.op]) < 2:
-                continue
-            name = op.inputs[1]
-            pieces = [piece for piece in program.stored.get(name, ()) if piece.device == device.device]
-            if name in program.gradients and readers[name] == 1 and len(pieces) == 1 and len(program.stored[name]) > 1:
-                found[call.op] = ((name, pieces[0].box), device.stored(name, pieces[0].box).shape[1])
-    return found

@@ -218,3 +218,74 @@ def test_a_busy_core_is_answered_by_moving_work_and_forgiven(cli: Any, sweep_fil
     assert "device 1 is" in first.why
     assert abs(moves[-1].shares[1] - 0.5) < 0.1
     _assert_plain(file, run, within=1e-9)
+
+
+POLICIES = """
+from rota.balance.decide import Resize
+
+
+class once:
+    def __init__(self, decision, mode="migrate"):
+        self.decision, self.mode = decision, mode
+
+    def __call__(self, standing, seen, facts):
+        return standing, self.decision if seen.step == 3 else None
+
+
+def raises(standing, seen, facts):
+    raise ValueError("boom")
+
+
+def differs(standing, seen, facts):
+    import torch.distributed as dist
+
+    if seen.step == 3:
+        return standing, Migrate(shares=(0.8, 0.2) if dist.get_rank() == 0 else (0.2, 0.8), why="differs")
+    return standing, None
+
+
+"""
+BAD = {
+    "raises": ("tensor", "raises", "the balance policy raised ValueError: boom"),
+    "nothing": ("tensor", "lambda *_: None", "the balance policy: it must return (standing, decision)"),
+    "word": ("tensor", "once('migrate')", "the balance policy: a decision is Migrate, Resize or None"),
+    "negative": ("data", "once(Migrate(shares=(1.5, -0.5), why=''))", "shares must be 2 positive numbers"),
+    "short": ("data", "once(Migrate(shares=(1.0,), why=''))", "shares must be 2 positive numbers"),
+    "copies": ("data", "once(Resize(left_out=(0.5, 0.0), why=''), mode='semi')", "nothing can be left out"),
+    "cut": ("zero", "once(Resize(left_out=(0.5, 0.0), why=''), mode='semi')", "nothing can be left out"),
+    "exact": ("tensor", "once(Resize(left_out=(0.5, 0.0), why=''))", "nothing can be left out"),
+    "much": ("tensor", "once(Resize(left_out=(1.5, -3.0), why=''), mode='semi')", "left_out must be 2 numbers from 0"),
+    "differs": ("data", "differs", "decided differently in the processes"),
+}
+GOOD = """
+    task("semi-pipeline", "pipeline(2, microbatches=2)", steps=30, every=1, balance="semi"),
+    task("resize-zero", "zero", steps=30, every=1, balance="resize"),
+    task("resize-data", "data", steps=30, every=1, balance="resize"),
+    task("forgets", "data", steps=30, every=1, balance=once(Migrate(shares=(0.99, 0.01), why="forgets under_way"))),
+"""
+
+
+@pytest.mark.timeout(200)
+def test_bad_policies_end_their_task_with_one_sentence_and_nothing_is_left_out_where_copies_would_drift(
+    cli: Any, sweep_file: Any, tmp_path: Path
+) -> None:
+    tasks = "".join(
+        f"task({name!r}, {strategy!r}, steps=12, every=1, balance={policy}),\n"
+        for name, (strategy, policy, _) in BAD.items()
+    )
+    text = _text(tasks + GOOD).replace("sweep = ", POLICIES + "sweep = ")
+    file = sweep_file(text=text)
+    run = tmp_path / "run"
+    done = cli.run("run", file, "--devices", "2", "--no-profile", "--out", run, timeout=180)
+    found = {task.name: task for task in rota.open_run(run).tasks}
+    for name, (_, _, sentence) in BAD.items():
+        assert found[name].state == "failed", name
+        assert sentence in found[name].reason, (name, found[name].reason)
+    expected = {task.name: plain.train(task) for task in load_source(str(file)).sweep if task.name not in BAD}
+    for name, trained in expected.items():
+        assert found[name].state == "finished", (name, found[name].reason)
+        weights = load_file(found[name].model_path)
+        for key, value in trained.model.state_dict().items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-10, atol=1e-10, msg=f"{name}: {key}")
+    assert _moves(run, "forgets")[0].shares == pytest.approx((7 / 8, 1 / 8), abs=0.01)
+    assert done.returncode == 1

@@ -18,6 +18,8 @@ import rota
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'rota[ray]'")
 
+pytestmark = pytest.mark.alone
+
 SWEEP = """
 import torch, rota
 import torch.nn.functional as F

@@ -138,6 +138,28 @@ def test_short_moments_are_no_reason_on_fast_steps() -> None:
     assert not moves(play(World(slowness=slow, noise=0.03), _facts(), steps=400))
 
 
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 30.0]), min_size=3, max_size=3), min_size=20, max_size=60),
+    st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    st.sampled_from(["migrate", "semi", "resize"]),
+    st.floats(0, 1),
+)
+def test_whatever_is_measured_there_is_a_decision(
+    rows: list[list[float]], shares: list[float], mode: Any, fixed: float
+) -> None:
+    """Also of devices that have nothing to do, and of clocks that stand still."""
+    standing = Standing.begin(tuple(shares), fixed=fixed)
+    for step, row in enumerate(rows):
+        seen = Seen(step=step, times=tuple(row), steps_left=100, cost_s=0.1)
+        standing, decision = after_step(standing, seen, _facts(3, mode=mode, products=0.5))
+        if isinstance(decision, Migrate):
+            assert sum(decision.shares) == pytest.approx(1)
+            assert min(decision.shares) > 0
+            standing = moved(standing, decision.shares)
+        elif decision is not None:
+            assert all(0 <= one <= 0.9 for one in decision.left_out)
+
+
 def test_near_the_end_nothing_is_moved() -> None:
     standing = Standing.begin(even(2), fixed=0.1)
     for step in range(40):

@@ -46,6 +46,8 @@ _HOST_SHARE = 0.1
 _LOST = 10**6
 """Stands for the exit code of a process of which nothing can be learned any more."""
 _NODES_EVERY_S = 1.0
+_DOUBT_S = 15.0
+"""Ray takes some seconds to notice that a node is gone."""
 
 
 # ---- the cluster ----
@@ -341,6 +343,8 @@ class RayBackend(LocalBackend):
         self._looked_s = time.monotonic()
         self._lost_nodes: set[str] = set()
         self._refused: set[str] = set()
+        self._doubtful: dict[str, float] = {}
+        """devices that could not be reached, and since when"""
         self._grows = cluster.grows
         self._memory_bytes = cluster.devices[0].memory_bytes if cluster.memory_is_said else None
         self._door = socket.create_server(("", 0))
@@ -450,9 +454,28 @@ class RayBackend(LocalBackend):
             self._looked_s = time.monotonic()
             nodes = _alive()
             self._look_for_lost_nodes(nodes)
+            self._look_for_found_devices(nodes)
             if self._grows:
                 self._look_for_new_nodes(nodes)
         return super().poll(timeout_s)
+
+    def _lose(self, worker: Peer, reason: str, *, retry: bool) -> None:
+        """What cannot be reached is gone, until its node is seen again: nothing is started there meanwhile."""
+        unreachable = worker.exit_code() == _LOST
+        super()._lose(worker, reason, retry=retry)
+        if unreachable and worker.name in self._devices:
+            self._doubtful[worker.name] = time.monotonic()
+            self._signs.append((worker.name, DeviceGone(reason=reason)))
+
+    def _look_for_found_devices(self, nodes: Sequence[dict[str, Any]]) -> None:
+        alive = {node["NodeID"] for node in nodes}
+        for name, since_s in list(self._doubtful.items()):
+            device = self._devices.get(name)
+            if device is None:
+                del self._doubtful[name]
+            elif time.monotonic() - since_s > _DOUBT_S and self._node_ids[device.node] in alive:
+                del self._doubtful[name]
+                self._signs.append((name, DeviceCame(memory_bytes=device.memory_bytes)))
 
     def _look_for_lost_nodes(self, nodes: Sequence[dict[str, Any]]) -> None:
         alive = {node["NodeID"] for node in nodes}
@@ -466,7 +489,8 @@ class RayBackend(LocalBackend):
                 self.kill(device)
                 if busy:
                     self._signs.append((device, WorkerLost(reason=f"its node {name} is gone", retry=True)))
-                self._signs.append((device, DeviceGone(reason=f"node {name} is lost")))
+                if device not in self._doubtful:  # otherwise that is told
+                    self._signs.append((device, DeviceGone(reason=f"node {name} is lost")))
                 del self._devices[device]
 
     def _look_for_new_nodes(self, nodes: Sequence[dict[str, Any]]) -> None:
