@@ -143,7 +143,7 @@ def check(found, *, within):
     ("size", "families", "texts"),
     [
         (2, "gpt", (*TWO[1::2], "zero(stage=3)")),
-        (2, "evoformer", ("dap",)),
+        pytest.param(2, "evoformer", ("dap",), marks=pytest.mark.deep),
         (4, "gpt", FOUR[-3:]),
     ],
 )

@@ -122,6 +122,7 @@ def _wait(condition: Any, process: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(200)
 def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used(
     cli: Any, nodes: Any, tmp_path: Path

@@ -204,7 +204,11 @@ def test_a_model_that_is_larger_than_memory_while_it_is_made(task, tmp_path, mon
     assert not (tmp_path / ".building").exists()
 
 
-@pytest.mark.parametrize("task", [TASKS["accumulation"], TASKS["epochs, last batch smaller"]], ids=["parts", "epochs"])
+@pytest.mark.parametrize(
+    "task",
+    [TASKS["accumulation"], pytest.param(TASKS["epochs, last batch smaller"], marks=pytest.mark.deep)],
+    ids=["parts", "epochs"],
+)
 def test_halting_after_every_few_batches_changes_nothing(task, tmp_path, tight):
     """And it is trained in turns by plain PyTorch, and by one that spills, with other shards each time."""
     tight["room"] = 3  # it may begin with a batch that is smaller than the others
