@@ -23,7 +23,7 @@ _AROUND = 3
 """Steps are looked at by the median of so many."""
 _SLOW_STEPS = 3
 """So many in a row must be slow before work is moved, for so long,"""
-_SLOW_S = 1.0
+_SLOW_S = 0.6
 _EVIDENCE = 0.6
 """and what they could have saved beyond what counts must add up to this: slow devices are answered at once, those that
 are a little slow when that is certain,"""
