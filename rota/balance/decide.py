@@ -15,7 +15,6 @@ from rota.balance.pace import Shares, Times, even, fitted_fixed, level, medians,
 from rota.plan.box import weighted_widths
 
 Mode = Literal["off", "migrate", "resize", "semi"]
-MODES: tuple[Mode, ...] = ("off", "migrate", "resize", "semi")
 
 WORTH = 0.07
 """What a change must save at least, as a part of the step. With two devices, one 1.1 times as slow costs 0.05."""

@@ -39,15 +39,15 @@ def pace_s(timer: Clock) -> float:
     return min(times)
 
 
-def device_pace_s(*, size: int = 256, rounds: int = 7) -> float:
-    """What a product takes on this device: the best of some, and where it can be told, without what others take."""
-    timer = timer_of("cpu", torch.get_num_threads())
-    one = torch.ones(size, size)
+def product_s(size: int, *, device: torch.device, timer: Clock = time.perf_counter, rounds: int = 9) -> float:
+    """What a product of square matrices takes: the best of some, since others may disturb one for a moment."""
+    one = torch.ones(size, size, device=device)
     times = []
     for _ in range(rounds):
         began_s = timer()
-        for _ in range(4):
-            one @ one
+        one @ one
+        if device.type == "cuda":  # written with care, never run
+            torch.cuda.synchronize(device)
         times.append(timer() - began_s)
     return min(times)
 

@@ -192,7 +192,7 @@ class Balancer:
 
     def give_up(self, reason: str) -> None:
         """Stay as it is, in every process alike."""
-        self._close()
+        self.close()
         self.standing = given_up(self.standing)
         if reason:
             text = f"{self._why}; nothing is moved, because {reason}"
@@ -204,7 +204,7 @@ class Balancer:
         """The change was made; `shares` is what came out of it, and `old` what it was before."""
         wanted = self.standing.under_way
         assert wanted is not None
-        self._close()
+        self.close()
         self._ways[self._asked] = old
         self._asked = wanted
         while len(self._ways) > _MOST_WAYS:
@@ -214,10 +214,7 @@ class Balancer:
         self._tell(step=self._step, shares=shares, left_out=self.standing.left_out, pause_s=pause_s, why=self._why)
 
     def close(self) -> None:
-        """Wait for what is being prepared."""
-        self._close()
-
-    def _close(self) -> None:
+        """Wait for what is being prepared, and forget it."""
         if self._thread is not None:
             self._thread.join()
         self._thread, self._made, self._error = None, None, ""

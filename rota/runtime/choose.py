@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rota.calibrate.clocks import device_pace_s
+from rota.calibrate.clocks import product_s, timer_of
 from rota.calibrate.known import Links, Store
 from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
@@ -35,6 +35,7 @@ _MEASURED = 5
 _CALIBRATE_S = 20.0
 # Devices that differ by less are left to what is measured while they train.
 _UNEQUAL = 1.3
+_PRODUCT = 384
 
 Notice = Callable[[str], None]
 
@@ -120,7 +121,9 @@ def fitted(strategy: Any, parts: Parts, gang: Gang, notice: Notice) -> Any:
     """The strategy with work divided as the devices are fast, where they differ and nobody has said otherwise."""
     if parts.task.balance == "off" or gang.size == 1 or not can_balance(strategy) or has_shares(strategy):
         return strategy
-    paces = gang.everyone(device_pace_s())
+    # In the time that the device itself uses: others on its core are for what is measured while it trains.
+    timer = timer_of(gang.kind, torch.get_num_threads())
+    paces = gang.everyone(product_s(_PRODUCT, device=parts.device, timer=timer))
     if max(paces) < min(paces) * _UNEQUAL:
         return strategy
     speeds = [1 / pace for pace in paces]

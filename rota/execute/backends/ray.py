@@ -54,11 +54,7 @@ _DOUBT_S = 15.0
 
 
 def ray_cluster(address: str | None = None, *, devices: int | None = None, memory: str | int | None = None) -> Cluster:
-    """The devices of a Ray cluster: a running one (`address`, or RAY_ADDRESS), or one that is started on this machine.
-
-    Each CPU that Ray has is a device, or each GPU if there are any. `devices` limits how many, `memory` is what each
-    may use.
-    """
+    """What `rota.ray` gives."""
     _connect(address)
     memory_bytes = None if memory is None else parse_bytes(memory, what="rota.ray: memory")
     nodes = _alive()
@@ -193,6 +189,8 @@ class Keeper:
         self.end()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         more = {CODE_FOLDER: self._folder.name}
+        if device.kind == "cuda":  # the one that Ray gave to this actor; never run
+            more["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
         with handshake.connect(address, key, number, timeout_s=_ANSWER_S) as theirs:
             self._process = spawn(device, theirs, self._output, None, (), more)
         return self._process.pid
@@ -351,7 +349,6 @@ class RayBackend(LocalBackend):
         self._door.setblocking(False)
         self._address = (ray_.util.get_node_ip_address(), self._door.getsockname()[1])
         self._selector.register(self._door, selectors.EVENT_READ, self._door)
-        self._guests: set[int] = set()
 
     def _start(self, device: str) -> Peer:
         number = os.urandom(handshake.NUMBER_BYTES)
