@@ -13,7 +13,7 @@ def ray(address: str | None = None, *, devices: int | None = None, memory: str |
     may use ("4GiB").
     """
     try:
-        from rota.execute.backends.ray import ray_cluster
+        from rota.execute.backends.ray_nodes import ray_cluster
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -87,13 +87,16 @@ class Controller:
         """tasks that the user stopped"""
         self._switching: dict[str, tuple[str, float]] = {}
         """tasks that leave their devices to go on in another way: why, and since when"""
-        self._unconfirmed: dict[str, Measured] = {}
         self._interrupted = False
         self._asked_s = float("-inf")
         self._waiting: list[Waiting] = []
         for task in record.tasks.values():
             if task.state is TaskState.PENDING:
                 self._enqueue(task)
+            elif task.state is TaskState.RUNNING:  # on workers of the controller before this one
+                for device in task.devices:
+                    self._free.remove(device)
+                    self._busy[device] = _Seat(task=task.name, attempt=task.attempt)
 
     def follow(self, policy: Policy) -> None:
         """Let a policy decide from now on."""
@@ -226,10 +229,7 @@ class Controller:
         if seat in self._over:
             if isinstance(sign, Finished | Failed | Halted | Left):
                 self._release(device)
-        elif isinstance(sign, Measured):
-            self._note(sign)
-            self._unconfirmed[device] = sign
-        elif isinstance(sign, Began | Saved | Noticed | Balanced):
+        elif isinstance(sign, Began | Measured | Saved | Noticed | Balanced):
             self._note(sign)
         elif isinstance(sign, Failed) and sign.way and (rest := self._policy.another_way(task)):
             how = task.strategy or "its strategy"
@@ -288,7 +288,6 @@ class Controller:
         if seat not in self._busy.values() and seat not in self._suspected:
             self._over.discard(seat)
         self._patience.pop(device, None)
-        self._unconfirmed.pop(device, None)
         freed: tuple[str, ...] = (device,)
         if device in self._pools:
             freed = self._pools.pop(device)
@@ -374,6 +373,5 @@ class Controller:
 
     def _commit(self) -> None:
         self._journal.commit()
-        for device, measured in self._unconfirmed.items():
-            self._backend.confirm(device, measured)
-        self._unconfirmed.clear()
+        # What an attempt says after its end is not in the journal.
+        self._backend.stored([device for device, seat in self._busy.items() if seat not in self._over])

@@ -23,6 +23,8 @@ class RunBegan:
     tasks: tuple[dict[str, Any], ...]
     """For each task its name, settings, and the numbers that describe it."""
     devices: tuple[dict[str, Any], ...]
+    session: str = ""
+    """By which workers that outlive their controller are found again; empty where none do."""
 
 
 @register
@@ -30,6 +32,9 @@ class RunBegan:
 class RunResumed:
     """A controller took the run up again; tasks that were running are pending again, and so are these."""
 
+    session: str = ""
+    kept: tuple[str, ...] = ()
+    """Tasks that were running and still are, on workers that outlived the controller before."""
     retried: tuple[str, ...] = ()
     """Tasks that had ended without finishing, and are tried again."""
     devices: tuple[dict[str, Any], ...] = ()

@@ -111,6 +111,8 @@ class RunRecord:
         self.source = ""
         self.source_digest = ""
         self.sweep_digest = ""
+        self.session = ""
+        """Of the latest controller: by it, workers that outlive theirs are found again."""
         self.state = RunState.RUNNING
         self.tasks: dict[str, TaskRecord] = {}
         self.devices: list[dict[str, Any]] = []
@@ -154,7 +156,7 @@ class RunRecord:
             raise StoreError("the journal begins twice")
         self.name, self.source, self.begin_s = event.name, event.source, time_s
         self.source_digest, self.sweep_digest = event.source_digest, event.sweep_digest
-        self.devices = list(event.devices)
+        self.devices, self.session = list(event.devices), event.session
         for index, fields in enumerate(event.tasks):
             facts = {key: value for key, value in fields.items() if key not in ("name", "settings")}
             self.tasks[fields["name"]] = TaskRecord(
@@ -169,9 +171,10 @@ class RunRecord:
         """Tasks that were running when the controller died ran until the last thing that was heard."""
         self._move_run(RunState.RUNNING)
         self.devices = list(event.devices) or self.devices
+        self.session = event.session
         for task in self.tasks.values():
             task.losses = 0
-            if task.state is TaskState.RUNNING:
+            if task.state is TaskState.RUNNING and task.name not in event.kept:
                 _interrupt(task, time_s=before_s)
         for name in event.retried:
             task = self._find(name)

@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rota.cluster import Cluster, local
 from rota.cluster.discover import available_cores
-from rota.errors import InputError, RunMismatchError
+from rota.errors import InputError, RunMismatchError, StoreError
 from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
@@ -123,7 +123,8 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         held = options.out is not None and RunFolder(options.out).exists()
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
-        backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code)))
+        session = _session(options.out) if options.out is not None and held else ""
+        backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code, session=session)))
         if options.strategy is None:
             backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
         source = load()
@@ -134,20 +135,31 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
             stack.enter_context(folder.held())
-        record = _begin_or_resume(folder, source, cluster, options)
-        if any(task.state is TaskState.PENDING for task in record.tasks.values()):
+        record = _begin_or_resume(folder, source, cluster, options, backend)
+        if not all(task.state.ended for task in record.tasks.values()):
             _carry_out(folder, source.sweep, record, cluster, backend, options, widths)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)
 
 
-def backend_of(cluster: Cluster, *, code: Path | None = None) -> LocalBackend:
-    """What starts processes on a cluster's devices; `code` is the folder whose Python files its tasks need."""
+def _session(path: Path) -> str:
+    """By which workers of the controller before may be found; whether the journal is whole is seen later."""
+    with contextlib.suppress(StoreError):
+        return RunRecord.replay(read_summary(RunFolder(path).journal)).session
+    return ""
+
+
+def backend_of(cluster: Cluster, *, code: Path | None = None, session: str = "") -> LocalBackend:
+    """What starts processes on a cluster's devices.
+
+    `code` is the folder whose Python files its tasks need; workers of a `session` that outlived their controller are
+    taken over.
+    """
     if cluster.manager == "local":
         return LocalBackend(cluster)
     from rota.execute.backends.ray import RayBackend
 
-    return RayBackend(cluster, code=code)
+    return RayBackend(cluster, code=code, session=session)
 
 
 def _report(folder: RunFolder) -> None:
@@ -159,7 +171,9 @@ def _report(folder: RunFolder) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, options: RunOptions) -> RunRecord:
+def _begin_or_resume(
+    folder: RunFolder, source: Source, cluster: Cluster, options: RunOptions, backend: LocalBackend
+) -> RunRecord:
     """The record of the run as it stands, with the beginning or resumption journalled."""
     record = RunRecord()
     event: Event
@@ -172,7 +186,10 @@ def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, option
         retried = tuple(task.name for task in record.tasks.values() if task.state in again)
         if not retried and all(task.state.ended for task in record.tasks.values()):
             return record
-        event = RunResumed(retried=retried, devices=devices)
+        seats = {} if options.allow_changes else _still_running(record, backend.taken_over())
+        backend.keep(seats)
+        kept = tuple({task: None for task, _ in seats.values()})
+        event = RunResumed(retried=retried, devices=devices, session=backend.session, kept=kept)
     else:
         event = RunBegan(
             name=folder.path.name,
@@ -181,6 +198,7 @@ def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, option
             sweep_digest=digest(source.sweep),
             tasks=tuple(describe(task) for task in source.sweep),
             devices=devices,
+            session=backend.session,
         )
     journal = Journal(folder.journal)
     try:
@@ -191,6 +209,17 @@ def _begin_or_resume(folder: RunFolder, source: Source, cluster: Cluster, option
     finally:
         journal.close()
     return record
+
+
+def _still_running(record: RunRecord, found: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """Of the workers that were found, those whose whole task still runs as the journal has it."""
+    return {
+        device: (task.name, task.attempt)
+        for task in record.tasks.values()
+        if task.state is TaskState.RUNNING
+        and all(found.get(device) == (task.name, task.attempt) for device in task.devices)
+        for device in task.devices
+    }
 
 
 def _check_same(folder: RunFolder, record: RunRecord, source: Source, options: RunOptions) -> None:
@@ -276,6 +305,10 @@ def _scheduled(
         controller.follow(Sharing(LongestFirst(), tasks=forced, devices=devices, chosen=False))
     pending = [task for task in pending if task.name not in forced]
     if not pending or not options.profile or not preflight.undecided(pending, cluster, widths, options.objective):
+        yield
+        return
+    if any(task.state is TaskState.RUNNING for task in record.tasks.values()):
+        controller.note("tasks go on where they run; those that wait follow them, the longest first")
         yield
         return
     # numpy and what needs it: not for those who only look at a run

@@ -74,11 +74,17 @@ class Halt:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The measurements up to this number are in the journal, so that checkpoints need not carry them."""
+    """So many of the reports that came over this connection are in the journal; beats do not count."""
 
-    task: str
-    attempt: int
-    number: int
+    count: int
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The controller has heard the beat that the worker sent at this moment of its own clock."""
+
+    at_s: float
 
 
 @register
@@ -93,9 +99,12 @@ class Shutdown:
 @register
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The worker has started."""
+    """The worker has started, or has come over from another controller."""
 
     pid: int
+    task: str = ""
+    """What it trains, or has trained last."""
+    attempt: int = 0
 
 
 @register
@@ -114,6 +123,8 @@ class Beat:
     """Whether an overrun may be this device's fault, so that another attempt makes sense."""
     memory_bytes: int = 0
     step: int = 0
+    at_s: float = 0.0
+    """When it was sent, by the worker's own clock."""
 
 
 @register
@@ -267,7 +278,7 @@ class Tried:
     """Until the first step was done."""
 
 
-Command = Train | Look | Try | Halt | Stored | Shutdown
+Command = Train | Look | Try | Halt | Stored | Here | Shutdown
 Report = (
     Ready | Beat | Began | Measured | Saved | Noticed | Balanced | Finished | Halted | Left | Failed | Looked | Tried
 )

@@ -1,6 +1,6 @@
 """The worker process of one device: started once, it trains task after task until its controller is gone.
 
-Started by the local backend; the main thread trains, one thread listens to the
+Started by the backend; the main thread trains, one thread listens to the
 controller, and one tells it every second that the process is alive and what it is doing.
 """
 
@@ -26,17 +26,19 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rota.errors import DivergedError, MessageError, PeerError, TaskError, WayError
-from rota.runtime import channel
+from rota.errors import DivergedError, PeerError, TaskError, WayError
+from rota.runtime.link import ORPHAN_S, Link
 from rota.runtime.messages import (
     Beat,
     Failed,
     Finished,
     Halt,
     Halted,
+    Here,
     Left,
     Look,
     Looked,
+    Measured,
     Ready,
     Report,
     Shutdown,
@@ -71,6 +73,8 @@ class WorkerSettings:
     cores: tuple[int, ...]
     memory_bytes: int
     parent: int
+    keeper: int = -1
+    """Where a worker that outlives its controller gets a connection to the next one."""
     pool_socket: int = -1
     """Where the worker of one task in a pool takes its turns."""
     pool_cores: tuple[tuple[int, ...], ...] = ()
@@ -82,13 +86,14 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._socket = socket.socket(fileno=settings.socket)
-        self._send_lock = threading.Lock()
+        keeper = socket.socket(fileno=settings.keeper) if settings.keeper >= 0 else None
+        self._link = Link(socket.socket(fileno=settings.socket), keeper=keeper)
         self._commands: queue.SimpleQueue[tuple[Train | Look | Try | Shutdown, bytes]] = queue.SimpleQueue()
         self._process = psutil.Process()
         self._halt = threading.Event()
         self._confirmed = 0
         self._current: Train | Look | Try | None = None
+        self._latest: Train | None = None
         # (what, since, limit, retry, step): replaced as a whole, so that the beating thread never sees a half.
         self._watched: tuple[str, float, float | None, bool, int] = ("", 0.0, None, False, 0)
 
@@ -126,9 +131,7 @@ class Worker:
 
     def report(self, report: Report) -> None:
         """Send a report; called from every thread."""
-        data = channel.frame(report)
-        with self._send_lock:
-            self._socket.sendall(data)
+        self._link.report(report)
 
     def watch(self, what: str, *, limit_s: float | None, retry: bool, step: int) -> None:
         """Note what the main thread does from now on."""
@@ -145,35 +148,31 @@ class Worker:
     # ---- the threads ----
 
     def _listen(self) -> None:
-        deframer = channel.Deframer()
-        while True:
-            try:
-                data = self._socket.recv(1 << 20)
-            except OSError:
-                data = b""
-            if not data:
-                # The controller is gone, and whoever resumes the run must not find this process still writing.
-                os._exit(0)
-            try:
-                for message, payload in deframer.feed(data):
-                    self._hear(message, payload)
-            except MessageError as error:
-                sys.stderr.write(f"rota worker: {error}\n")
-                os._exit(1)
+        self._link.listen(self._hear, busy=lambda: isinstance(self._current, Train), who=self._who)
+
+    def _who(self) -> Ready:
+        latest = self._latest
+        if latest is None:
+            return Ready(pid=os.getpid())
+        return Ready(pid=os.getpid(), task=latest.task, attempt=latest.attempt)
 
     def _hear(self, message: Any, payload: bytes) -> None:
         if isinstance(message, Halt):
             if self._current is not None and self._current.task == message.task:
                 self._halt.set()
         elif isinstance(message, Stored):
-            current = self._current
-            if current is not None and (current.task, current.attempt) == (message.task, message.attempt):
-                self._confirmed = message.number
+            for report in self._link.stored(message.count):
+                if isinstance(report, Measured):
+                    self._confirmed = report.number
+        elif isinstance(message, Here):
+            self._link.held(message)
         elif isinstance(message, Train | Look | Try):
             # Set here and not when training starts, so that a halt right behind it is not lost.
             self._halt.clear()
             self._confirmed = 0
             self._current = message
+            self._latest = message if isinstance(message, Train) else None
+            self._link.forget()
             self._commands.put((message, payload))
         elif isinstance(message, Shutdown):
             self._commands.put((message, payload))
@@ -190,11 +189,9 @@ class Worker:
                 retry=retry,
                 memory_bytes=self._process.memory_info().rss,
                 step=step,
+                at_s=time.monotonic(),
             )
-            try:
-                self.report(beat)
-            except OSError:
-                os._exit(0)
+            self.report(beat)
             time.sleep(BEAT_EVERY_S)
 
     # ---- one task ----
@@ -210,7 +207,9 @@ class Worker:
         follows = command.rank > 0
         surroundings: Surroundings = _Follower(self) if follows else self
         try:
-            owning = contextlib.nullcontext() if follows else _owning(folder)
+            # A worker of another machine, which cannot be reached, ends by itself.
+            wait_s = _LOCK_WAIT_S if self._settings.keeper < 0 else ORPHAN_S + _LOCK_WAIT_S
+            owning = contextlib.nullcontext() if follows else _owning(folder, wait_s=wait_s)
             with owning, preserved(), _memory_limit(self._settings):
                 _redirect_output(folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE))
                 sys.path[:] = _import_path(command)
@@ -401,11 +400,11 @@ def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
 
 
 @contextlib.contextmanager
-def _owning(folder: Path) -> Iterator[None]:
+def _owning(folder: Path, *, wait_s: float) -> Iterator[None]:
     """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    deadline_s = time.monotonic() + wait_s
     try:
         while not try_lock(handle):
             if time.monotonic() > deadline_s:
@@ -460,7 +459,7 @@ def _memory_limit(settings: WorkerSettings) -> contextlib.AbstractContextManager
 
 
 def _die_with(parent: int) -> None:
-    """End when the controller ends, even if this process is stopped or busy inside C (Linux)."""
+    """End when the process that started this one ends, even if this process is stopped or busy inside C (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from rota.errors import InputError, StoreError
 from rota.state import files
@@ -58,11 +57,12 @@ def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:
         return connection
 
 
-def insert_whole(connection: sqlite3.Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert all rows or none, in one transaction."""
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All that is done within is kept, or nothing; nobody else writes meanwhile."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        connection.executemany(statement, rows)
+        yield
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:  # SQLite itself rolls back after some errors

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rota import codec
-from rota.errors import MessageError, StoreError
+from rota.errors import MessageError, RunInUseError, StoreError
 from rota.store import database
 
 _INSERT = "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)"
@@ -27,13 +27,20 @@ class Request:
 
 
 class Journal:
-    """The controller's end: it alone appends events."""
+    """The controller's end: it alone appends events.
+
+    Whoever opens a journal last holds it. The lock on the run folder keeps a second controller away; where a lock is
+    lost without its holder noticing, this does: nothing that an earlier holder appends is kept.
+    """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
         self._connection = database.create(path, durable=durable)
         self._appended: list[tuple[float, str, str, str]] = []
         with database.translated(path):
+            self._connection.execute("CREATE TABLE IF NOT EXISTS holders (number INTEGER PRIMARY KEY, time_s REAL)")
+            opened = self._connection.execute("INSERT INTO holders (time_s) VALUES (?)", (time.time(),))
+            self._holder = opened.lastrowid
             self._seen = self._connection.execute("SELECT coalesce(max(seq), 0) FROM requests").fetchone()[0]
 
     def append(self, event: Any, *, time_s: float) -> None:
@@ -52,13 +59,20 @@ class Journal:
             patience_ends_s = time.monotonic() + _FULL_DISK_PATIENCE_S
             while True:
                 try:
-                    database.insert_whole(self._connection, _INSERT, self._appended)
+                    with database.transaction(self._connection):
+                        self._check_held()
+                        self._connection.executemany(_INSERT, self._appended)
                     break
                 except sqlite3.OperationalError as error:
                     if not database.may_be_full(error) or time.monotonic() > patience_ends_s:
                         raise
                     time.sleep(_FULL_DISK_PAUSE_S)
         self._appended.clear()
+
+    def _check_held(self) -> None:
+        latest = self._connection.execute("SELECT max(number) FROM holders").fetchone()[0]
+        if latest != self._holder:
+            raise RunInUseError(f"another process has taken over the run in {self.path.parent}; this one ends")
 
     def new_requests(self) -> list[Request]:
         """What was asked since the last call."""

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import rota
+from rota.execute.events import Launched, RunResumed
+from rota.store.journal import read_events
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'rota[ray]'")
 
@@ -150,6 +152,41 @@ def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used
     local = ("run", file, "--no-profile", "--memory", "1GiB", "--devices", "2", "--out", tmp_path / "local")
     assert cli.run(*local, timeout=120).returncode == 0
     _assert_equal(run, tmp_path / "local")
+
+
+@pytest.mark.timeout(200)
+def test_workers_outlive_their_controller_and_the_next_one_takes_them_over(
+    cli: Any, nodes: Any, tmp_path: Path
+) -> None:
+    tasks = 'task("wide", "tensor", 2, steps=400), task("one", "single", 1, steps=400), task("last", "single", 1)'
+    file = _files(tmp_path, tasks)
+    run = tmp_path / "ray"
+    process = cli.start(
+        "run", file, "--no-profile", "--memory", "1GiB", "--cluster", f"ray={nodes.address}", "--out", run
+    )
+
+    def both_train() -> bool:
+        try:
+            records = rota.open_run(run).record.tasks.values()
+        except rota.RotaError:
+            return False
+        return sum(task.saved_step >= 5 for task in records) == 2
+
+    _wait(both_train, process)
+    process.kill()
+    process.communicate()
+    before = {task.name: task.step for task in rota.open_run(run).record.tasks.values()}
+    time.sleep(2)
+    done = cli.run("resume", run, "--no-profile", "--cluster", f"ray={nodes.address}", timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    events = [event for _, event in read_events(run / "journal.db")]
+    (resumed,) = [event for event in events if isinstance(event, RunResumed)]
+    assert set(resumed.kept) == {"wide", "one"}, before
+    assert [event.attempt for event in events if isinstance(event, Launched)] == [1, 1, 1]
+    local = ("run", file, "--no-profile", "--memory", "1GiB", "--devices", "2", "--out", tmp_path / "local")
+    assert cli.run(*local, timeout=120).returncode == 0
+    _assert_equal(run, tmp_path / "local")
+    assert _no_worker_is_left()
 
 
 @pytest.mark.timeout(100)

@@ -15,7 +15,7 @@ from rota.runtime.messages import Beat, Failed, Halt, Ready, Shutdown, Stored
 TEXT = st.text(max_size=12)
 MESSAGES = st.one_of(
     st.builds(Halt, task=TEXT),
-    st.builds(Stored, task=TEXT, attempt=st.integers(), number=st.integers()),
+    st.builds(Stored, count=st.integers()),
     st.builds(Shutdown),
     st.builds(Ready, pid=st.integers()),
     st.builds(Beat, task=TEXT, phase=TEXT, phase_s=st.floats(allow_nan=False), limit_s=st.none() | st.just(1.5)),

@@ -10,7 +10,7 @@ from rota.errors import MessageError
 from rota.runtime.channel import Deframer, frame
 from rota.runtime.messages import Beat, Halt, Shutdown, Stored
 
-STORED = Stored(task="a", attempt=1, number=3)
+STORED = Stored(count=3)
 
 
 def test_a_frame_gives_back_its_message_and_payload():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rota.runtime.messages import Measured, Report
+from rota.runtime.messages import Report
 from rota.task import Task
 
 
@@ -65,8 +65,8 @@ class Backend(Protocol):
         """End the device's worker at once; nothing more is heard of its task."""
         ...
 
-    def confirm(self, device: str, measured: Measured) -> None:
-        """Tell a worker that its measurements are in the journal."""
+    def stored(self, devices: Sequence[str]) -> None:
+        """Tell these workers that what was heard of them is in the journal."""
         ...
 
     def poll(self, timeout_s: float) -> list[Sign]:

@@ -25,7 +25,7 @@ from rota.execute.backends.base import Sign, WorkerLost
 from rota.pickling import pickle_task
 from rota.runtime import channel
 from rota.runtime.limits import HUGE_PAGES
-from rota.runtime.messages import Beat, Halt, Look, Measured, Ready, Shutdown, Stored, Train, Try
+from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.task import Task
 from rota.techniques import registered
@@ -53,6 +53,16 @@ class LocalBackend:
         self._signs: list[Sign] = []
         self._pools: dict[str, _Pool] = {}
         """place -> the pool that it is in"""
+
+    session = ""
+    """By which workers that outlive their controller are found again; here they end with it."""
+
+    def taken_over(self) -> dict[str, tuple[str, int]]:
+        """Devices whose workers outlived the controller before, and what they train: a task, and which attempt."""
+        return {}
+
+    def keep(self, kept: Mapping[str, tuple[str, int]]) -> None:
+        """Of the workers that were taken over, end those that do not train what they should."""
 
     def now_s(self) -> float:
         """The wall clock."""
@@ -172,11 +182,13 @@ class LocalBackend:
                 self._selector.unregister(worker.socket)
             worker.end()
 
-    def confirm(self, device: str, measured: Measured) -> None:
-        """Pass the confirmation on."""
-        worker = self._workers.get(device)
-        if worker is not None:
-            worker.send(Stored(task=measured.task, attempt=measured.attempt, number=measured.number))
+    def stored(self, devices: Sequence[str]) -> None:
+        """Pass the confirmation on, where there is something new."""
+        for device in devices:
+            worker = self._workers.get(device)
+            if worker is not None and worker.heard > worker.confirmed:
+                worker.confirmed = worker.heard
+                worker.send(Stored(count=worker.heard))
 
     def poll(self, timeout_s: float) -> list[Sign]:
         """Read from the workers and look after them."""
@@ -239,8 +251,10 @@ class LocalBackend:
 
     def _hear(self, worker: Peer, message: Any) -> None:
         if isinstance(message, Beat):
-            worker.beat = message
-        elif isinstance(message, Ready):
+            worker.take_beat(message)
+        else:
+            worker.heard += 1
+        if isinstance(message, Ready):
             worker.ready = True
         if type(message).__name__ in ("Finished", "Halted", "Left", "Failed", "Looked", "Tried"):
             worker.task = None
@@ -301,6 +315,8 @@ class Peer:
         self.ready = False
         self.deframer = channel.Deframer()
         self.beat: Beat | None = None
+        self.heard = self.confirmed = 0
+        """How many reports came, and how many of them are known to be in the journal; without beats."""
         self.heard_s = time.monotonic()
         self.socket: socket.socket | None = None
         """None until it is connected."""
@@ -322,6 +338,10 @@ class Peer:
                 self._outbox.clear()
                 return
             del self._outbox[:sent]
+
+    def take_beat(self, beat: Beat) -> None:
+        """It is alive."""
+        self.beat = beat
 
     def hung_up(self) -> None:
         """Nothing more will be heard of it."""
@@ -434,14 +454,16 @@ def spawn(
     turns: socket.socket | None,
     pool_cores: tuple[tuple[int, ...], ...],
     more: Mapping[str, str] | None = None,
+    keeper: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a worker that listens to a socket; `more` goes into its environment."""
+    """Start a worker that listens to a socket; `more` goes into its environment, and `keeper` connects it anew."""
     settings = WorkerSettings(
         socket=theirs.fileno(),
         kind=device.kind,
         cores=device.cores,
         memory_bytes=device.memory_bytes,
         parent=os.getpid(),
+        keeper=-1 if keeper is None else keeper.fileno(),
         pool_socket=-1 if turns is None else turns.fileno(),
         pool_cores=pool_cores,
     )
@@ -463,5 +485,5 @@ def spawn(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        pass_fds=(theirs.fileno(), *([] if turns is None else [turns.fileno()])),
+        pass_fds=[one.fileno() for one in (theirs, turns, keeper) if one is not None],
     )

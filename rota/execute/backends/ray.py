@@ -7,226 +7,42 @@ listens to a connection to the controller, which both have authenticated with th
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import io
 import logging
 import os
-import platform
+import secrets
 import selectors
 import socket
-import subprocess
-import tempfile
+import struct
 import time
-import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import psutil
 import ray as untyped_ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.cluster.device import Cluster, Device, parse_bytes
-from rota.cluster.discover import available_cores, cpu_label
+from rota.cluster.device import Cluster
 from rota.errors import InputError
 from rota.execute.backends import handshake
 from rota.execute.backends.base import DeviceCame, DeviceGone, WorkerLost
-from rota.execute.backends.local import LocalBackend, Peer, end_process, how_it_ended, last_line, spawn
-from rota.runtime.worker import CODE_FOLDER
+from rota.execute.backends.local import LocalBackend, Peer, how_it_ended
+from rota.execute.backends.ray_keeper import LOST, NAMESPACE, Keeper, packed
+from rota.execute.backends.ray_nodes import ANSWER_S, START_S, alive, ask_facts, devices_of
+from rota.runtime.link import LEASE_S
+from rota.runtime.messages import Beat, Here, Ready
 
 _log = logging.getLogger(__name__)
 
 ray_: Any = untyped_ray
 
-_ANSWER_S = 10.0
-_START_S = 60.0
-_MOST_CODE_BYTES = 20 * 2**20
-_HOST_SHARE = 0.1
-_LOST = 10**6
-"""Stands for the exit code of a process of which nothing can be learned any more."""
 _NODES_EVERY_S = 1.0
 _DOUBT_S = 15.0
 """Ray takes some seconds to notice that a node is gone."""
-
-
-# ---- the cluster ----
-
-
-def ray_cluster(address: str | None = None, *, devices: int | None = None, memory: str | int | None = None) -> Cluster:
-    """What `rota.ray` gives."""
-    _connect(address)
-    memory_bytes = None if memory is None else parse_bytes(memory, what="rota.ray: memory")
-    nodes = _alive()
-    names = _node_names(nodes)
-    asked = {node["NodeID"]: _asked(node) for node in nodes}  # all at once: each starts a process on its node
-    found: list[Device] = []
-    for node in nodes:
-        found += _devices_of(node, names[node["NodeID"]], asked[node["NodeID"]], memory_bytes)
-    if not found:
-        raise InputError("rota.ray: the cluster has no CPUs; add a node with `ray start`")
-    if devices is not None:
-        if devices > len(found):
-            raise InputError(f"rota.ray: {devices} devices were asked for, and the cluster has {len(found)}")
-        found = found[:devices]
-    used = {device.node for device in found}
-    chosen = tuple((names[node["NodeID"]], node["NodeID"]) for node in nodes if names[node["NodeID"]] in used)
-    return Cluster(
-        devices=tuple(found),
-        manager="ray",
-        nodes=chosen,
-        grows=devices is None,
-        memory_is_said=memory is not None,
-    )
-
-
-def _connect(address: str | None) -> None:
-    if ray_.is_initialized():
-        return
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = address or os.environ.get("RAY_ADDRESS")
-    _check_address(address)
-    try:
-        if address:
-            ray_.init(address=address, **quiet)
-            return
-        with contextlib.suppress(ConnectionError):
-            ray_.init(address="auto", **quiet)
-            return
-        ray_.init(num_cpus=len(available_cores()), include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f" at {address}" if address else ""
-        raise InputError(f"rota.ray: there is no Ray cluster{where} that can be used: {first}") from error
-
-
-def _check_address(address: str | None) -> None:
-    """Ray itself tries for minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if not port.isdecimal() or "/" in host:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
-    except OSError as error:
-        raise InputError(
-            f"rota.ray: there is no Ray cluster at {address} ({error}); start one with `ray start`"
-        ) from None
-
-
-def _alive() -> list[dict[str, Any]]:
-    return sorted((node for node in ray_.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
-
-
-def _node_names(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Short and unique: the host's name, with a piece of Ray's own where several have the same."""
-    hosts = [node.get("NodeManagerHostname") or node["NodeManagerAddress"] for node in nodes]
-    return {
-        node["NodeID"]: host if hosts.count(host) == 1 else f"{host}-{node['NodeID'][:4]}"
-        for node, host in zip(nodes, hosts, strict=True)
-    }
-
-
-def _asked(node: dict[str, Any]) -> Any:
-    """The facts of a node, under way."""
-    facts = ray_.remote(num_cpus=0)(facts_here)
-    where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-    return facts.options(scheduling_strategy=where).remote()
-
-
-def _devices_of(node: dict[str, Any], name: str, asked: Any, memory_bytes: int | None) -> list[Device]:
-    try:
-        told: dict[str, Any] = ray_.get(asked, timeout=_START_S)
-    except Exception as error:  # Ray has many
-        first = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise InputError(f"rota.ray: node {name} cannot run rota ({first}); install the same version there") from error
-    ours = versions()
-    for what, version in told["versions"].items():
-        if version != ours[what]:
-            raise InputError(
-                f"rota.ray: node {name} has {what} {version} and this machine has {ours[what]}; install the same on all"
-            )
-    resources = node["Resources"]
-    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    count = gpus or cpus
-    own = int(resources.get("memory", told["memory_bytes"]) * (1 - _HOST_SHARE)) // max(1, count)
-    kind = "cuda" if gpus else "cpu"
-    return [
-        Device(index=i, kind=kind, memory_bytes=memory_bytes or own, label=told["label"], node=name)  # type: ignore[arg-type]
-        for i in range(count)
-    ]
-
-
-def versions() -> dict[str, str]:
-    """What must be the same on all nodes."""
-    return {
-        "rota": importlib.metadata.version("rota"),
-        "torch": importlib.metadata.version("torch"),
-        "Python": platform.python_version(),
-    }
-
-
-def facts_here() -> dict[str, Any]:
-    """Asked of each node."""
-    return {"versions": versions(), "memory_bytes": psutil.virtual_memory().total, "label": cpu_label()}
-
-
-# ---- on the nodes ----
-
-
-class Keeper:
-    """The actor of a device: it has the device's worker."""
-
-    def __init__(self, code: bytes) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rota-code-")
-        if code:
-            with zipfile.ZipFile(io.BytesIO(code)) as files:
-                files.extractall(self._folder.name)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] | None = None
-
-    def start(self, device: Device, address: tuple[str, int], key: bytes, number: bytes) -> int:
-        """Start a worker and connect it with the controller."""
-        self.end()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        more = {CODE_FOLDER: self._folder.name}
-        if device.kind == "cuda":  # the one that Ray gave to this actor; never run
-            more["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-        with handshake.connect(address, key, number, timeout_s=_ANSWER_S) as theirs:
-            self._process = spawn(device, theirs, self._output, None, (), more)
-        return self._process.pid
-
-    def look(self) -> tuple[int | None, str, float]:
-        """How the worker ended, if it has; the last line that it wrote; what it has used of the processor."""
-        if self._process is None or self._output is None:
-            return _LOST, "", 0.0
-        code = self._process.poll()
-        try:
-            times = psutil.Process(self._process.pid).cpu_times()
-            cpu_s = times.user + times.system
-        except psutil.Error:
-            cpu_s = 0.0
-        return code, "" if code is None else last_line(self._output), cpu_s
-
-    def free_port(self) -> tuple[str, int]:
-        """Where the processes of a task can meet, if this one leads."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray_.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def sees(self, path: str) -> bool:
-        """Whether this node has a file."""
-        return Path(path).exists()
-
-    def end(self) -> None:
-        """End the worker."""
-        if self._process is not None:
-            end_process(self._process)
-        if self._output is not None:
-            self._output.close()
-        self._process = self._output = None
-
-
-# ---- on the controller's machine ----
+_CUT_OFF_S = LEASE_S * 1.05
+"""A worker that was silent for so long has ended, wherever it is: its lease is over by its own clock."""
+_BROKEN_S = 3.0
+"""How long a process may take to end after its connection was closed."""
 
 
 @dataclass(kw_only=True)
@@ -243,6 +59,7 @@ class _Remote(Peer):
     """A worker on a node, seen from here."""
 
     def __init__(self, name: str, keeper: Any, started: Any) -> None:
+        """`started` is a promise of Ray: it breaks if the worker cannot be started or connected."""
         super().__init__(name)
         self.keeper = keeper
         self._started = started
@@ -250,21 +67,34 @@ class _Remote(Peer):
         self._asked: Any = None
         self._asked_s = 0.0
         self._ended: tuple[int, str] | None = None
-        self._gone = False
+        self._closed_s: float | None = None
         self._cpu = (0.0, time.monotonic())
+
+    def take_beat(self, beat: Beat) -> None:
+        """The answer renews its lease."""
+        super().take_beat(beat)
+        self.send(Here(at_s=beat.at_s))
 
     def hung_up(self) -> None:
         """Its connection is closed: it has ended, or cannot be reached."""
-        self._gone = True
+        if self._closed_s is None:
+            self._closed_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether it certainly trains no more: never connected, hung up, or cut off for longer than its lease."""
+        closed = self.socket is None or self._closed_s is not None
+        return closed or time.monotonic() - self.heard_s > _CUT_OFF_S
 
     def exit_code(self) -> int | None:
         """What its keeper says; if that says nothing either, both are lost."""
         if self._ended is None and self.socket is None:
             self._check_start()
-        if self._ended is None and self._gone:
+        if self._ended is None and self._closed_s is not None:
             told = self._ask()
             if told is not None and told[0] is not None:
                 self._ended = (told[0], told[1])
+            elif told is not None and time.monotonic() - self._closed_s > _BROKEN_S:
+                self._ended = (LOST, "its connection broke")
         return None if self._ended is None else self._ended[0]
 
     def _check_start(self) -> None:
@@ -273,28 +103,29 @@ class _Remote(Peer):
             try:
                 ray_.get(self._started)
             except Exception as error:  # Ray has many
-                self._ended = (_LOST, _first_line(error))
-        if self._ended is None and time.monotonic() - self._begun_s > _START_S:
-            self._ended = (_LOST, f"it did not start within {_START_S:g} s")
+                self._ended = (LOST, _first_line(error))
+        if self._ended is None and time.monotonic() - self._begun_s > START_S:
+            self._ended = (LOST, f"it did not start within {START_S:g} s")
 
     def _ask(self) -> tuple[int | None, str, float] | None:
-        """What the keeper knows; None while it has not answered."""
+        """What the keeper knows; None while it has not answered, or while the worker may live on without it."""
         if self._asked is None:
             self._asked, self._asked_s = self.keeper.look.remote(), time.monotonic()
         done, _ = ray_.wait([self._asked], timeout=0)
         if not done:
-            return (_LOST, "its node does not answer", 0.0) if time.monotonic() - self._asked_s > _ANSWER_S else None
+            silent = time.monotonic() - self._asked_s > ANSWER_S and self.is_over()
+            return (LOST, "its node does not answer", 0.0) if silent else None
         try:
-            told: tuple[int | None, str, float] = ray_.get(self._asked)
+            told: tuple[int | None, str, float] | None = ray_.get(self._asked)
         except Exception as error:  # Ray has many
-            told = (_LOST, _first_line(error), 0.0)
+            told = (LOST, _first_line(error), 0.0) if self.is_over() else None
         self._asked = None
         return told
 
     def cause_of_death(self, code: int) -> str:
         """As on this machine, or that the node is gone."""
         line = self._ended[1] if self._ended is not None else ""
-        return f"its node is gone ({line})" if code == _LOST else how_it_ended(code, line)
+        return f"its node is gone ({line})" if code == LOST else how_it_ended(code, line)
 
     def is_still(self) -> bool:
         """By the time that it has used of the processor, as its keeper says."""
@@ -318,6 +149,9 @@ class _Remote(Peer):
         with contextlib.suppress(Exception):
             self.keeper.end.remote()
         if self.socket is not None:
+            # What is still on its way to it must not arrive: it would renew the lease of a worker that is given up.
+            with contextlib.suppress(OSError):
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.socket.close()
 
 
@@ -329,8 +163,8 @@ def _first_line(error: Exception) -> str:
 class RayBackend(LocalBackend):
     """The workers of a Ray cluster."""
 
-    def __init__(self, cluster: Cluster, *, code: Path | None = None) -> None:
-        """`code` is the folder of the sweep, whose Python files travel."""
+    def __init__(self, cluster: Cluster, *, code: Path | None = None, session: str = "") -> None:
+        """`code` is the folder of the sweep, whose Python files travel; workers of a `session` are taken over."""
         super().__init__(cluster)
         self._key = handshake.new_key()
         self._code = packed(code) if code is not None else b""
@@ -340,6 +174,8 @@ class RayBackend(LocalBackend):
         """what a worker says when it connects -> its device"""
         self._looked_s = time.monotonic()
         self._lost_nodes: set[str] = set()
+        self._new_nodes: dict[str, tuple[Any, float]] = {}
+        """nodes that were asked for their facts, and when"""
         self._refused: set[str] = set()
         self._doubtful: dict[str, float] = {}
         """devices that could not be reached, and since when"""
@@ -349,19 +185,33 @@ class RayBackend(LocalBackend):
         self._door.setblocking(False)
         self._address = (ray_.util.get_node_ip_address(), self._door.getsockname()[1])
         self._selector.register(self._door, selectors.EVENT_READ, self._door)
+        self.session = session or secrets.token_hex(8)
+        self._taken_over: set[str] = set()
+        if session:
+            self._take_over()
+
+    # ---- workers ----
 
     def _start(self, device: str) -> Peer:
-        number = os.urandom(handshake.NUMBER_BYTES)
-        self._numbers = {one: name for one, name in self._numbers.items() if name != device} | {number: device}
         keeper = self._keeper(device)
         known = replace(self._devices[device], node="")
+        number = self._expect(device)
         return _Remote(device, keeper, keeper.start.remote(known, self._address, self._key, number))
+
+    def _expect(self, device: str) -> bytes:
+        """What the worker of a device will say when it connects."""
+        number = os.urandom(handshake.NUMBER_BYTES)
+        self._numbers = {one: name for one, name in self._numbers.items() if name != device} | {number: device}
+        return number
 
     def _keeper(self, device: str) -> Any:
         if device not in self._keepers:
             known = self._devices[device]
             where = NodeAffinitySchedulingStrategy(node_id=self._node_ids[known.node], soft=False)
             made = ray_.remote(Keeper).options(
+                name=f"{self.session}/{device}/{secrets.token_hex(4)}",
+                namespace=NAMESPACE,
+                lifetime="detached",
                 num_cpus=1 if known.kind == "cpu" else 0,
                 num_gpus=1 if known.kind == "cuda" else 0,
                 max_restarts=0,
@@ -378,12 +228,52 @@ class RayBackend(LocalBackend):
             with contextlib.suppress(Exception):
                 ray_.kill(keeper)
 
+    def _take_over(self) -> None:
+        """Connect the workers that outlived the controller before this one; what has no worker is ended."""
+        found = [
+            one["name"]
+            for one in ray_.util.list_named_actors(all_namespaces=True)
+            if one["namespace"] == NAMESPACE and one["name"].startswith(f"{self.session}/")
+        ]
+        asked: dict[str, Any] = {}
+        for name in found:
+            device = name.removeprefix(f"{self.session}/").rpartition("/")[0]
+            with contextlib.suppress(Exception):  # it has ended meanwhile
+                keeper = ray_.get_actor(name, namespace=NAMESPACE)
+                if device not in self._devices or device in asked:
+                    ray_.kill(keeper)
+                    continue
+                self._keepers[device] = keeper
+                asked[device] = keeper.connect.remote(self._address, self._key, self._expect(device))
+                self._add(device, _Remote(device, keeper, asked[device]))
+        refused = [device for device, told in asked.items() if not self._patiently(told, or_else=False)]
+        for device in refused:
+            self.kill(device)
+        self._hear_until(lambda: all(worker.ready for worker in self._workers.values()), limit_s=ANSWER_S)
+        for device in [name for name, worker in self._workers.items() if not worker.ready]:
+            self.kill(device)
+        self._taken_over = set(self._workers)
+
+    def keep(self, kept: Mapping[str, tuple[str, int]]) -> None:
+        """Of the workers that were taken over, end those that do not train what they should."""
+        for name in self._taken_over:
+            if name in kept and name in self._workers:
+                self._workers[name].task = kept[name][0]
+            else:
+                self.kill(name)
+        self._signs = [(device, sign) for device, sign in self._signs if device in kept]
+
+    def taken_over(self) -> dict[str, tuple[str, int]]:
+        """Devices whose workers were taken over, and what they train: a task, and which attempt."""
+        readies = [(device, sign) for device, sign in self._signs if isinstance(sign, Ready)]
+        return {device: (sign.task, sign.attempt) for device, sign in readies}
+
     def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if len(devices) == 1:
             return ""
-        host, port = ray_.get(self._keeper(devices[0]).free_port.remote(), timeout=_START_S)
-        return f"tcp://{host}:{port}"
+        place = self._patiently(self._keeper(devices[0]).free_port.remote(), or_else=("", 0))
+        return f"tcp://{place[0]}:{place[1]}"
 
     def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
         """Not across machines."""
@@ -393,7 +283,23 @@ class RayBackend(LocalBackend):
         """The nodes that do not see a file of this machine."""
         first = {self._devices[name].node: name for name in reversed(self._devices)}
         asked = {node: self._keeper(name).sees.remote(str(path.absolute())) for node, name in first.items()}
-        return sorted(node for node, told in asked.items() if not ray_.get(told, timeout=_START_S))
+        return sorted(node for node, told in asked.items() if not self._patiently(told, or_else=False))
+
+    def _patiently(self, promise: Any, *, or_else: Any) -> Any:
+        """What Ray has promised, or something else if that fails; workers are listened to meanwhile."""
+        self._hear_until(lambda: bool(ray_.wait([promise], timeout=0)[0]), limit_s=START_S)
+        try:
+            return ray_.get(promise, timeout=0)
+        except Exception as error:  # Ray has many
+            _log.warning("a node did not answer: %s", _first_line(error))
+            return or_else
+
+    def _hear_until(self, done: Callable[[], bool], *, limit_s: float) -> None:
+        """Whoever trains needs answers to its beats; what is heard is told by the next poll."""
+        deadline_s = time.monotonic() + limit_s
+        while not done() and time.monotonic() < deadline_s:
+            for key, _ in self._selector.select(0.05):
+                self._read(key.data)
 
     # ---- connections ----
 
@@ -434,22 +340,25 @@ class RayBackend(LocalBackend):
                 _log.warning("somebody who is no worker of this run connected, and was sent away")
             guest.stream.close()
             return
-        guest.stream.send(handshake.welcome(self._key, guest.challenged, number))
-        guest.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # if it is gone again, reading will tell
+            guest.stream.send(handshake.welcome(self._key, guest.challenged, number))
+            guest.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         worker.socket, worker.heard_s = guest.stream, time.monotonic()
         self._selector.register(guest.stream, selectors.EVENT_READ, worker)
         worker.flush()
+
+    # ---- nodes ----
 
     def poll(self, timeout_s: float) -> list[Any]:
         """As on one machine; and look whether all nodes are still there."""
         for key in list(self._selector.get_map().values()):
             guest = key.data
-            if isinstance(guest, _Guest) and time.monotonic() - guest.since_s > _ANSWER_S:
+            if isinstance(guest, _Guest) and time.monotonic() - guest.since_s > ANSWER_S:
                 self._selector.unregister(guest.stream)
                 guest.stream.close()
         if time.monotonic() - self._looked_s > _NODES_EVERY_S:
             self._looked_s = time.monotonic()
-            nodes = _alive()
+            nodes = alive()
             self._look_for_lost_nodes(nodes)
             self._look_for_found_devices(nodes)
             if self._grows:
@@ -458,29 +367,33 @@ class RayBackend(LocalBackend):
 
     def _lose(self, worker: Peer, reason: str, *, retry: bool) -> None:
         """What cannot be reached is gone, until its node is seen again: nothing is started there meanwhile."""
-        unreachable = worker.exit_code() == _LOST
+        unreachable = worker.exit_code() == LOST
         super()._lose(worker, reason, retry=retry)
         if unreachable and worker.name in self._devices:
             self._doubtful[worker.name] = time.monotonic()
             self._signs.append((worker.name, DeviceGone(reason=reason)))
 
     def _look_for_found_devices(self, nodes: Sequence[dict[str, Any]]) -> None:
-        alive = {node["NodeID"] for node in nodes}
+        there = {node["NodeID"] for node in nodes}
         for name, since_s in list(self._doubtful.items()):
             device = self._devices.get(name)
             if device is None:
                 del self._doubtful[name]
-            elif time.monotonic() - since_s > _DOUBT_S and self._node_ids[device.node] in alive:
+            elif time.monotonic() - since_s > _DOUBT_S and self._node_ids[device.node] in there:
                 del self._doubtful[name]
                 self._signs.append((name, DeviceCame(memory_bytes=device.memory_bytes)))
 
     def _look_for_lost_nodes(self, nodes: Sequence[dict[str, Any]]) -> None:
-        alive = {node["NodeID"] for node in nodes}
+        there = {node["NodeID"] for node in nodes}
         for name, identity in self._node_ids.items():
-            if identity in alive or name in self._lost_nodes:
+            if identity in there or name in self._lost_nodes:
                 continue
+            its = [one.name for one in self._devices.values() if one.node == name]
+            workers = [self._workers[device] for device in its if device in self._workers]
+            if not all(worker.is_over() for worker in workers if isinstance(worker, _Remote)):
+                continue  # Ray has lost the node, but what runs there may still train, and write
             self._lost_nodes.add(name)
-            for device in [one.name for one in self._devices.values() if one.node == name]:
+            for device in its:
                 worker = self._workers.get(device)
                 busy = worker is not None and worker.task is not None
                 self.kill(device)
@@ -493,17 +406,21 @@ class RayBackend(LocalBackend):
     def _look_for_new_nodes(self, nodes: Sequence[dict[str, Any]]) -> None:
         known = set(self._node_ids.values()) | self._refused
         for node in nodes:
-            if node["NodeID"] in known:
+            identity = node["NodeID"]
+            if identity in known:
                 continue
+            asked, since_s = self._new_nodes.setdefault(identity, (ask_facts(node), time.monotonic()))
+            if not ray_.wait([asked], timeout=0)[0] and time.monotonic() - since_s < START_S:
+                continue  # it starts a process there
             host = node.get("NodeManagerHostname") or node["NodeManagerAddress"]
-            name = host if host not in self._node_ids else f"{host}-{node['NodeID'][:4]}"
+            name = host if host not in self._node_ids else f"{host}-{identity[:4]}"
             try:
-                found = _devices_of(node, name, _asked(node), self._memory_bytes)
+                found = devices_of(node, name, asked, self._memory_bytes, timeout_s=0.0)
             except InputError as error:
                 _log.warning("a new node is not used: %s", error)
-                self._refused.add(node["NodeID"])
+                self._refused.add(identity)
                 continue
-            self._node_ids[name] = node["NodeID"]
+            self._node_ids[name] = identity
             for device in found:
                 self._devices[device.name] = device
                 self._signs.append((device.name, DeviceCame(memory_bytes=device.memory_bytes)))
@@ -516,27 +433,3 @@ class RayBackend(LocalBackend):
                 ray_.kill(keeper)
         self._keepers.clear()
         self._door.close()
-
-
-def packed(folder: Path) -> bytes:
-    """The Python files of a folder and those below it, for machines that do not have them."""
-    made = io.BytesIO()
-    total = 0
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as files:
-        for path in _python_files(folder):
-            total += path.stat().st_size
-            if total > _MOST_CODE_BYTES:
-                raise InputError(
-                    f"the Python files in {folder} are more than {_MOST_CODE_BYTES >> 20} MiB; move the sweep"
-                )
-            files.write(path, path.relative_to(folder))
-    return made.getvalue()
-
-
-def _python_files(folder: Path) -> Iterable[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = [one for one in folders if not one.startswith((".", "__pycache__")) and one not in _NOT_CODE]
-        yield from (Path(root) / name for name in sorted(names) if name.endswith(".py"))
-
-
-_NOT_CODE = frozenset({"runs", "venv", "env", "node_modules", "site-packages"})

@@ -113,7 +113,7 @@ class SimulatedBackend:
         """Forget what it was doing."""
         self._running.pop(device, None)
 
-    def confirm(self, device: str, measured: Measured) -> None:
+    def stored(self, devices: Sequence[str]) -> None:
         """Nothing is kept back here."""
 
     def poll(self, timeout_s: float) -> list[Sign]:
