@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-deep lint format clean
+.PHONY: setup demo test test-deep chaos lint format clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ test-deep: setup
 	  ROTA_PLAN_CASES=20000 ROTA_PLAN_SHARD=$$shard $(BIN)/pytest -p no:cacheprovider tests/numerics/test_plans.py & \
 	  pids="$$pids $$!"; \
 	done; for pid in $$pids; do wait $$pid || exit 1; done
+
+# Seeded faults, on this machine and on a Ray cluster on it (about ten minutes; as root also full disks and cut networks).
+chaos: setup
+	@$(BIN)/python -m bench.chaos
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -34,6 +34,11 @@ cluster_option = click.option(
 )
 
 
+storage_option = click.option(
+    "--storage", metavar="URL", default="", help="Keep checkpoints and models there, too: s3://..., or a shared folder."
+)
+
+
 def cluster_of(cluster: str | None, *, devices: int | None, memory: str | None, kind: str | None) -> Cluster:
     """The devices that options ask for."""
     if cluster is None:

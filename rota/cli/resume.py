@@ -12,6 +12,7 @@ from rota.cli.options import (
     objective_option,
     profile_option,
     run_argument,
+    storage_option,
 )
 from rota.cli.run import check_file_is_given, finish
 from rota.cli.sweep_file import load_source, split
@@ -32,6 +33,7 @@ from rota.store.run_folder import find_run
 @objective_option
 @profile_option
 @cluster_option
+@storage_option
 @device_options
 @json_option
 def resume(
@@ -44,6 +46,7 @@ def resume(
     objective: Objective,
     no_profile: bool,
     cluster: str | None,
+    storage: str,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -62,6 +65,7 @@ def resume(
         code=split(record.source)[0].absolute().parent,
         out=folder.path,
         retries=retries,
+        storage=storage,
         progress=not quiet,
         retry_failed=failed,
         allow_changes=allow_changes,

@@ -14,6 +14,7 @@ from rota.cli.options import (
     objective_option,
     print_json,
     profile_option,
+    storage_option,
 )
 from rota.cli.sweep_file import load_source, split
 from rota.errors import InputError
@@ -34,6 +35,7 @@ from rota.store.run_folder import new_run_path
 @objective_option
 @profile_option
 @cluster_option
+@storage_option
 @device_options
 @json_option
 def run(
@@ -45,6 +47,7 @@ def run(
     objective: Objective,
     no_profile: bool,
     cluster: str | None,
+    storage: str,
     devices: int | None,
     memory: str | None,
     kind: str | None,
@@ -61,6 +64,7 @@ def run(
         code=path.absolute().parent,
         out=out or new_run_path(path.stem),
         retries=retries,
+        storage=storage,
         progress=not quiet,
         strategy=strategy,
         objective=objective,

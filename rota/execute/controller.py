@@ -171,6 +171,7 @@ class Controller:
                 replace(wanted, strategy=travelling(decision.strategy)) if decision.strategy else wanted,
                 attempt=task.attempt,
                 folder=self._folder.task(task.name),
+                storage=f"{self.record.storage}/{task.name}" if self.record.storage else "",
             )
         except TaskError as error:
             self._note(Failed(task=task.name, attempt=task.attempt, step=task.step, reason=str(error)))

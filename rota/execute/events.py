@@ -25,6 +25,8 @@ class RunBegan:
     devices: tuple[dict[str, Any], ...]
     session: str = ""
     """By which workers that outlive their controller are found again; empty where none do."""
+    storage: str = ""
+    """Where checkpoints and models go beside the run folder: a URL."""
 
 
 @register
@@ -33,6 +35,7 @@ class RunResumed:
     """A controller took the run up again; tasks that were running are pending again, and so are these."""
 
     session: str = ""
+    storage: str = ""
     kept: tuple[str, ...] = ()
     """Tasks that were running and still are, on workers that outlived the controller before."""
     retried: tuple[str, ...] = ()

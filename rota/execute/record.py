@@ -111,6 +111,8 @@ class RunRecord:
         self.source = ""
         self.source_digest = ""
         self.sweep_digest = ""
+        self.storage = ""
+        """Where checkpoints and models go beside the run folder."""
         self.session = ""
         """Of the latest controller: by it, workers that outlive theirs are found again."""
         self.state = RunState.RUNNING
@@ -156,7 +158,7 @@ class RunRecord:
             raise StoreError("the journal begins twice")
         self.name, self.source, self.begin_s = event.name, event.source, time_s
         self.source_digest, self.sweep_digest = event.source_digest, event.sweep_digest
-        self.devices, self.session = list(event.devices), event.session
+        self.devices, self.session, self.storage = list(event.devices), event.session, event.storage
         for index, fields in enumerate(event.tasks):
             facts = {key: value for key, value in fields.items() if key not in ("name", "settings")}
             self.tasks[fields["name"]] = TaskRecord(
@@ -172,6 +174,7 @@ class RunRecord:
         self._move_run(RunState.RUNNING)
         self.devices = list(event.devices) or self.devices
         self.session = event.session
+        self.storage = event.storage or self.storage
         for task in self.tasks.values():
             task.losses = 0
             if task.state is TaskState.RUNNING and task.name not in event.kept:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rota.cluster import Cluster, local
 from rota.cluster.discover import available_cores
-from rota.errors import InputError, RunMismatchError, StoreError
+from rota.errors import CheckpointError, InputError, RunMismatchError, StoreError
 from rota.execute import preflight
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
@@ -67,6 +67,8 @@ class RunOptions:
     """What the schedule is for: the end of the last task, the mean of the ends of all, or device hours."""
     profile: bool = True
     """Whether tasks are measured and scheduled before they run; otherwise the longest go first."""
+    storage: str = ""
+    """Where checkpoints and models go beside the run folder: a URL that fsspec knows; a resumed run knows its own."""
     code: Path | None = None
     """The folder of the sweep: its Python files go to machines that do not have them."""
 
@@ -91,6 +93,7 @@ def run(
     strategy: str | None = None,
     objective: Objective = "makespan",
     profile: bool = True,
+    storage: str = "",
 ) -> Result:
     """Train every task of a sweep and return the result.
 
@@ -109,6 +112,7 @@ def run(
         strategy=strategy,
         objective=objective,
         profile=profile,
+        storage=storage,
     )
     result = run_source(lambda: Source(sweep=sweep), options)
     if result.state is RunState.INTERRUPTED:
@@ -131,6 +135,10 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         source = replace(source, sweep=preflight.resolve(source.sweep, strategy=options.strategy))
         widths = preflight.widths(source.sweep, cluster)
         preflight.check(source.sweep, widths, cluster)
+        if options.storage:
+            from rota.state import mirror
+
+            mirror.check(options.storage)
         folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
         if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
@@ -138,6 +146,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         record = _begin_or_resume(folder, source, cluster, options, backend)
         if not all(task.state.ended for task in record.tasks.values()):
             _carry_out(folder, source.sweep, record, cluster, backend, options, widths)
+        _collect(folder, record)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)
 
@@ -189,7 +198,8 @@ def _begin_or_resume(
         seats = {} if options.allow_changes else _still_running(record, backend.taken_over())
         backend.keep(seats)
         kept = tuple({task: None for task, _ in seats.values()})
-        event = RunResumed(retried=retried, devices=devices, session=backend.session, kept=kept)
+        storage = _storage(options, record.name)
+        event = RunResumed(retried=retried, devices=devices, session=backend.session, kept=kept, storage=storage)
     else:
         event = RunBegan(
             name=folder.path.name,
@@ -199,6 +209,7 @@ def _begin_or_resume(
             tasks=tuple(describe(task) for task in source.sweep),
             devices=devices,
             session=backend.session,
+            storage=_storage(options, folder.path.name),
         )
     journal = Journal(folder.journal)
     try:
@@ -209,6 +220,28 @@ def _begin_or_resume(
     finally:
         journal.close()
     return record
+
+
+def _storage(options: RunOptions, name: str) -> str:
+    """The place of this run, among those of others."""
+    if not options.storage:
+        return ""
+    is_url = "://" in options.storage
+    return f"{options.storage.rstrip('/') if is_url else Path(options.storage).absolute()}/{name}"
+
+
+def _collect(folder: RunFolder, record: RunRecord) -> None:
+    """Models that were trained on machines that do not see the run folder are in the storage."""
+    finished = [task for task in record.tasks.values() if task.state is TaskState.FINISHED]
+    missing = [task for task in finished if not folder.model(task.name).is_file()]
+    if record.storage and missing:
+        from rota.state.mirror import Mirror
+
+        for task in missing:
+            try:
+                Mirror(f"{record.storage}/{task.name}").fetch_file(folder.model(task.name))
+            except CheckpointError as error:
+                warnings.warn(f"the model of {task.name} stays where it is: {error}", stacklevel=2)
 
 
 def _still_running(record: RunRecord, found: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
@@ -268,10 +301,10 @@ def _carry_out(
                 retries=options.retries,
                 observer=observer,
             )
-            for node in backend.unseen(folder.journal):
+            for node in backend.unseen(folder.journal) if not record.storage else []:
                 controller.note(
                     f"node {node} does not see {folder.path}: what is trained there stays on its own disk and is lost "
-                    "with it; use a folder that all nodes see"
+                    "with it; use a folder that all nodes see, or --storage"
                 )
             with (
                 _interruptible(controller),

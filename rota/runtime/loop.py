@@ -19,6 +19,7 @@ from rota.runtime.metrics import MetricsLog
 from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
 from rota.state import checkpoint, files
+from rota.state.mirror import Mirror
 from rota.state.writer import CheckpointWriter, Saver, Written
 from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER
 from rota.task import Task
@@ -67,8 +68,12 @@ class Loop:
         gang: Gang | None = None,
         memory_bytes: int = 0,
         seat: Seat | None = None,
+        storage: str = "",
     ) -> None:
-        """`seat` is that of a task which shares devices with others, shard by shard."""
+        """`seat` is that of a task which shares devices with others, shard by shard.
+
+        `storage` is where its checkpoints and its model go beside the folder.
+        """
         self._task = task
         self._seat = seat
         self._attempt = attempt
@@ -79,7 +84,8 @@ class Loop:
         self._leads = gang is None or gang.leads
         self._memory_bytes = memory_bytes
         self._metrics = MetricsLog(task.name, attempt, surroundings.report)
-        self._writer: Saver = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written)
+        self._mirror = Mirror(storage, attempt=attempt) if storage else None
+        self._writer: Saver = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written, mirror=self._mirror)
         self._room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes, gang=gang)
         self._while_running = contextlib.ExitStack()
         self._saved_at_s = time.perf_counter()
@@ -119,6 +125,7 @@ class Loop:
             if found is not None:
                 training.load_state_dict(found["training"], notice=self._notice)
                 self._metrics.load_state_dict(found["metrics"])
+            self._check_alike(training.step)
         self.step = self._saved_at_step = self._committed_step = training.step
         self._total_steps = training.total_steps
         self._outside.report(
@@ -145,8 +152,19 @@ class Loop:
                 found = self._latest(lambda text: None)
         return found
 
+    def _check_alike(self, step: int) -> None:
+        """On several machines, each reads its own disk."""
+        steps = [step] if self._gang is None else self._gang.everyone(step)
+        if len(set(steps)) > 1:
+            raise TaskError(
+                f"the devices of the task do not find the same checkpoint (they are at steps {sorted(set(steps))}); "
+                "use a run folder that all nodes see, or --storage"
+            )
+
     def _latest(self, notice: Callable[[str], None]) -> Any:
         """A whole checkpoint, or a commit of the store that shards are in; both only if one was not removed yet."""
+        if self._mirror is not None:
+            self._mirror.fetch(self._folder / CHECKPOINT_FOLDER)
         whole = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=notice)
         tree = None if whole is None else whole.tree
         if (self._folder / STORE_FOLDER).is_dir():
@@ -168,6 +186,8 @@ class Loop:
         if isinstance(executor, KeepsItself):
             self._writer.wait()
             self._writer = executor.writer(self._written)
+            if self._mirror is not None:
+                self._notice("its shards stay on the disk of its machine: the storage gets its model only")
             limits.return_freed_memory(self._memory_bytes)
             self._while_running.callback(limits.keep_freed_memory)
             limits.give_back()
@@ -291,6 +311,8 @@ class Loop:
             raise CheckpointError(f"{written.error}; make room and run `rota resume --failed`")
         if state is not None:
             checkpoint.write_model(self._folder / MODEL_FILE, self._writer.whole(state["model"]))
+            if self._mirror is not None:
+                self._mirror.send_file(self._folder / MODEL_FILE)
         metrics = dict(training.last)
         if training.best is not None:
             metrics |= {"best/loss": training.best["loss"], "best/step": training.best["step"]}

@@ -26,6 +26,8 @@ class Train:
     size: int = 1
     meeting: str = ""
     """Where they find each other, tcp://host:port; through a file in the folder if nothing is said."""
+    storage: str = ""
+    """Where checkpoints and the model go beside the folder: a URL."""
 
 
 @register

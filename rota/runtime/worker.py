@@ -224,6 +224,7 @@ class Worker:
                     gang=gang,
                     memory_bytes=self._settings.memory_bytes,
                     seat=_seat_of(self._settings),
+                    storage=command.storage,
                 )
                 outcome = loop.run()
                 if follows:

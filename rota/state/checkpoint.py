@@ -24,8 +24,10 @@ from rota.state import files
 from rota.state.tree import flatten, unflatten
 
 _FORMAT = 1
-_KEEP = 2
+KEPT = 2
 _TENSORS, _STATE, _COMMIT = "tensors.safetensors", "state.json", "commit.json"
+FILES = (_TENSORS, _STATE, _COMMIT)
+"""In the order in which they are written."""
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _TAKEN = re.compile(r"checkpoint-(\d{8,})(\.damaged)?")
 
@@ -62,7 +64,7 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
     except Exception as error:  # also what safetensors raises for a type that it lacks
         files.remove(side)
         raise CheckpointError(f"the checkpoint in {folder} could not be written: {_reason(error)}") from error
-    for path in committed(folder)[:-_KEEP]:
+    for path in committed(folder)[:-KEPT]:
         files.remove(path)
     return target
 
@@ -101,6 +103,25 @@ def read(path: Path) -> Any:
         return unflatten(state["tree"], load_file(path / _TENSORS))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({_reason(error)})") from error
+
+
+def adopt(side: Path, folder: Path, number: int) -> None:
+    """Take a checkpoint that was copied from elsewhere among those of a folder."""
+    target = folder / f"checkpoint-{number:08d}"
+    for name in FILES:
+        files.sync_file(side / name)
+    try:
+        os.rename(side, target)
+    except OSError:
+        files.remove(side)
+        if not target.is_dir():  # otherwise another process of the task was faster
+            raise
+    files.sync_folder(folder)
+
+
+def number_of(path: Path) -> int:
+    """Of a committed checkpoint."""
+    return int(path.name.removeprefix("checkpoint-"))
 
 
 def committed(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import torch
 
 from rota.errors import CheckpointError
 from rota.state import checkpoint
+from rota.state.mirror import Mirror
 from rota.state.tree import flatten
 
 _SMALL_BYTES = 2**16
@@ -56,8 +57,10 @@ class Saver(Protocol):
 class CheckpointWriter:
     """One background thread that writes one checkpoint at a time; `done` is called from it."""
 
-    def __init__(self, folder: Path, *, done: Callable[[Written], None]) -> None:
+    def __init__(self, folder: Path, *, done: Callable[[Written], None], mirror: Mirror | None = None) -> None:
+        """A checkpoint counts as written when the `mirror` has it, too."""
         self._folder = folder
+        self._mirror = mirror
         self._done = done
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -114,7 +117,9 @@ class CheckpointWriter:
         started_s = time.perf_counter()
         error = None
         try:
-            checkpoint.write_flat(self._folder, skeleton, self._buffers)
+            path = checkpoint.write_flat(self._folder, skeleton, self._buffers)
+            if self._mirror is not None:
+                self._mirror.send(path)
         except CheckpointError as failure:
             error = str(failure)
         except Exception as failure:  # a bug here must not end as a checkpoint that is silently missing

@@ -45,7 +45,7 @@ class Backend(Protocol):
         """The time, as the journal keeps it."""
         ...
 
-    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
+    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path, storage: str = "") -> None:
         """Start a task on devices that have none; the first leads. TaskError if it cannot be sent there."""
         ...
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -73,9 +74,9 @@ class LocalBackend:
         for name in list(self._devices)[:count]:
             self._worker(name)
 
-    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
+    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path, storage: str = "") -> None:
         """Send the task to the workers of its devices, starting those that are not there."""
-        self._send(devices, task, Train, attempt=attempt, folder=folder)
+        self._send(devices, task, partial(Train, storage=storage), attempt=attempt, folder=folder)
 
     def try_out(self, devices: Sequence[str], task: Task, *, number: int, folder: Path) -> None:
         """Have the workers of some devices time a few steps of a task."""
@@ -109,7 +110,9 @@ class LocalBackend:
         )
         worker.send(command, payload)
 
-    def _send(self, devices: Sequence[str], task: Task, kind: type[Train | Try], *, attempt: int, folder: Path) -> None:
+    def _send(
+        self, devices: Sequence[str], task: Task, kind: Callable[..., Train | Try], *, attempt: int, folder: Path
+    ) -> None:
         payload = _pickled(task)
         path = _import_path()
         folder = folder.absolute()

@@ -66,7 +66,7 @@ class Keeper:
         """Start a worker and connect it with the controller."""
         self.end()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        more = {CODE_FOLDER: self._folder.name}
+        more = {CODE_FOLDER: self._folder.name, **_interface()}
         if device.kind == "cuda":  # the one that Ray gave to this actor; never run
             more["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
         self._line, its = socket.socketpair()
@@ -115,6 +115,15 @@ class Keeper:
             if one is not None:
                 one.close()
         self._process = self._output = self._line = None
+
+
+def _interface() -> dict[str, str]:
+    """The network on which the cluster knows this node: a machine may have others, which lead nowhere."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    address = ray_.util.get_node_ip_address()
+    found = [name for name, its in psutil.net_if_addrs().items() if any(one.address == address for one in its)]
+    return {"GLOO_SOCKET_IFNAME": found[0]} if found else {}
 
 
 def packed(folder: Path) -> bytes:

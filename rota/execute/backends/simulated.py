@@ -76,7 +76,7 @@ class SimulatedBackend:
         """The virtual time."""
         return self._now_s
 
-    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path) -> None:
+    def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path, storage: str = "") -> None:
         """Begin the task after the time that starting takes, from its last checkpoint; the first device reports."""
         for device in devices:
             assert device not in self._running, f"{device} is busy"

@@ -1,0 +1,124 @@
+"""Checkpoints on storage that outlives a machine: a folder that all see, or an object store, through fsspec.
+
+The local disk stays the fast tier: a checkpoint is committed there first, then copied, its commit record last. Where a
+task starts and the storage has a newer one than the local disk, that is fetched; its checksums are compared as always.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rota.errors import CheckpointError, InputError
+from rota.state import checkpoint, files
+
+_NAME = re.compile(r"checkpoint-(\d{8,})-(\d+)")
+
+
+class Mirror:
+    """What storage has of one task. Attempts write beside each other, never into the same place."""
+
+    def __init__(self, url: str, *, attempt: int = 0) -> None:
+        self.url = url.rstrip("/")
+        self._attempt = attempt
+
+    def send(self, path: Path) -> None:
+        """Copy a committed checkpoint, and drop those that are no longer needed."""
+        with self._speaking("written to") as (system, root):
+            place = f"{root}/{path.name}-{self._attempt:04d}"
+            system.makedirs(place, exist_ok=True)
+            for name in checkpoint.FILES:  # what commits it comes last
+                system.put_file(str(path / name), f"{place}/{name}")
+            for old in self._stored(system, root)[: -checkpoint.KEPT]:
+                system.rm(old[2], recursive=True)
+
+    def fetch(self, folder: Path) -> None:
+        """Copy what is newer than the checkpoints in a folder into it."""
+        local = checkpoint.committed(folder)
+        newest = checkpoint.number_of(local[-1]) if local else 0
+        with self._speaking("read from") as (system, root):
+            # Of several attempts' checkpoints with one number, the latest attempt's counts.
+            wanted = {number: place for number, _, place in self._stored(system, root) if number > newest}
+            for number, place in sorted(wanted.items())[-checkpoint.KEPT :]:
+                side = folder / f".writing-{os.getpid()}"
+                files.make_private_folder(folder)
+                files.remove(side)
+                side.mkdir(mode=0o700)
+                for name in checkpoint.FILES:
+                    system.get_file(f"{place}/{name}", str(side / name))
+                checkpoint.adopt(side, folder, number)
+
+    def send_file(self, path: Path) -> None:
+        """Copy a file."""
+        with self._speaking("written to") as (system, root):
+            system.makedirs(root, exist_ok=True)
+            system.put_file(str(path), f"{root}/{path.name}")
+
+    def fetch_file(self, path: Path) -> None:
+        """Copy a file that is not there; whole, or not at all."""
+        with self._speaking("read from") as (system, root):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with files.replacing(path) as side:
+                system.get_file(f"{root}/{path.name}", str(side))
+
+    def _stored(self, system: Any, root: str) -> list[tuple[int, int, str]]:
+        """(number, attempt, place) of each whole checkpoint, oldest first."""
+        system.invalidate_cache()
+        if not system.exists(root):
+            return []
+        found = []
+        for place in system.ls(root, detail=False):
+            match = _NAME.fullmatch(place.rstrip("/").rsplit("/", 1)[-1])
+            if match and system.exists(f"{place.rstrip('/')}/{checkpoint.FILES[-1]}"):
+                found.append((int(match[1]), int(match[2]), place.rstrip("/")))
+        return sorted(found)
+
+    @contextmanager
+    def _speaking(self, verb: str) -> Iterator[tuple[Any, str]]:
+        """The file system and the place in it; whatever it raises becomes one sentence."""
+        try:
+            yield open_storage(self.url)
+        except (CheckpointError, InputError):
+            raise
+        except Exception as error:  # each file system has its own
+            first = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(f"the storage {self.url} could not be {verb}: {first}") from error
+
+
+def open_storage(url: str) -> tuple[Any, str]:
+    """The file system that a URL names, and the place in it; InputError if there is none."""
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"the storage {url!r} cannot be used: {' '.join(str(error).split())}") from error
+    return system, str(root).rstrip("/")
+
+
+def check(url: str) -> None:
+    """See that storage can be written; InputError if not."""
+    system, root = open_storage(url)
+    try:
+        private(system, root)
+        probe = f"{root}/.rota-{os.getpid()}"
+        system.pipe_file(probe, b"rota")
+        if system.cat_file(probe) != b"rota":
+            raise OSError("it does not give back what was written")
+        system.rm_file(probe)
+    except Exception as error:  # each file system has its own
+        first = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"the storage {url} cannot be written: {first}") from error
+
+
+def private(system: Any, root: str) -> None:
+    """Make the place; where it is a folder of this machine, for this user alone."""
+    protocols = system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)
+    if "file" in protocols:
+        files.make_private_folder(Path(root))
+    else:
+        system.makedirs(root, exist_ok=True)

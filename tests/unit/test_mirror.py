@@ -1,0 +1,147 @@
+"""Checkpoints on storage: what is sent is fetched, the newest whole one counts, and failures are sentences."""
+
+from __future__ import annotations
+
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota.errors import CheckpointError, InputError
+from rota.state import checkpoint
+from rota.state.mirror import Mirror, check, open_storage
+
+
+def silent(text: str) -> None:
+    raise AssertionError(text)
+
+
+def written(folder: Path, step: int) -> Path:
+    return checkpoint.write(folder, {"step": step})
+
+
+@pytest.fixture(params=["folder", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    place = tmp_path / "storage"
+    return {"folder": str(place), "file": f"file://{place}", "memory": f"memory://{uuid.uuid4().hex}"}[request.param]
+
+
+def test_what_is_sent_is_fetched_elsewhere(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    for step in (1, 2, 3):
+        mirror.send(written(tmp_path / "here", step))
+    mirror.fetch(tmp_path / "there")
+    assert [path.name for path in checkpoint.committed(tmp_path / "there")] == [
+        "checkpoint-00000002",
+        "checkpoint-00000003",
+    ]
+    found = checkpoint.read_latest(tmp_path / "there", notice=silent)
+    assert found is not None
+    assert found.tree == {"step": 3}
+
+
+def test_only_two_are_kept(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    for step in range(5):
+        mirror.send(written(tmp_path / "here", step))
+    system, root = open_storage(url)
+    assert len(system.ls(root, detail=False)) == 2
+
+
+def test_what_the_local_disk_has_is_not_fetched_again(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    mirror.send(written(tmp_path / "here", 1))
+    written(tmp_path / "there", 7)
+    written(tmp_path / "there", 8)
+    mirror.fetch(tmp_path / "there")
+    found = checkpoint.read_latest(tmp_path / "there", notice=silent)
+    assert found is not None
+    assert found.tree == {"step": 8}
+
+
+def test_nothing_stored_is_nothing_fetched(tmp_path: Path, url: str) -> None:
+    Mirror(url).fetch(tmp_path / "there")
+    assert checkpoint.read_latest(tmp_path / "there", notice=silent) is None
+
+
+def test_what_was_not_committed_is_not_fetched(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    mirror.send(written(tmp_path / "here", 1))
+    mirror.send(written(tmp_path / "here", 2))
+    system, root = open_storage(url)
+    system.rm_file(f"{root}/checkpoint-00000002-0000/commit.json")
+    mirror.fetch(tmp_path / "there")
+    found = checkpoint.read_latest(tmp_path / "there", notice=silent)
+    assert found is not None
+    assert found.tree == {"step": 1}
+
+
+def test_a_damaged_one_is_set_aside_and_the_one_before_it_is_used(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    for step in (1, 2):
+        mirror.send(written(tmp_path / "here", step))
+    system, root = open_storage(url)
+    system.pipe_file(f"{root}/checkpoint-00000002-0000/state.json", b"{}")
+    mirror.fetch(tmp_path / "there")
+    said: list[str] = []
+    found = checkpoint.read_latest(tmp_path / "there", notice=said.append)
+    assert found is not None
+    assert found.tree == {"step": 1}
+    assert len(said) == 1
+
+
+def test_a_late_write_of_an_earlier_attempt_does_not_mix_with_a_later_one(tmp_path: Path, url: str) -> None:
+    Mirror(url, attempt=1).send(written(tmp_path / "zombie", 5))
+    Mirror(url, attempt=2).send(written(tmp_path / "here", 6))
+    Mirror(url, attempt=1).send(tmp_path / "zombie" / "checkpoint-00000001")
+    Mirror(url, attempt=3).fetch(tmp_path / "there")
+    found = checkpoint.read_latest(tmp_path / "there", notice=silent)
+    assert found is not None
+    assert found.tree == {"step": 6}
+
+
+def test_a_file_goes_and_comes_whole(tmp_path: Path, url: str) -> None:
+    (tmp_path / "model").write_bytes(b"weights")
+    Mirror(url).send_file(tmp_path / "model")
+    Mirror(url).fetch_file(tmp_path / "elsewhere" / "model")
+    assert (tmp_path / "elsewhere" / "model").read_bytes() == b"weights"
+
+
+def test_storage_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    mirror = Mirror(f"{tmp_path}/file/below")
+    with pytest.raises(CheckpointError, match="could not be written to"):
+        mirror.send(written(tmp_path / "here", 1))
+    with pytest.raises(CheckpointError, match="could not be read from"):
+        Mirror(str(tmp_path / "storage")).fetch_file(tmp_path / "model")
+
+
+@pytest.mark.parametrize("url", ["nonsense://bucket", "s3://bucket/x"])
+def test_an_unknown_kind_of_storage_is_refused(url: str) -> None:
+    with pytest.raises(InputError, match="storage"):
+        check(url)
+
+
+def test_storage_on_this_machine_is_for_this_user_alone(tmp_path: Path) -> None:
+    check(str(tmp_path / "storage"))
+    assert stat.S_IMODE((tmp_path / "storage").stat().st_mode) == 0o700
+    assert list((tmp_path / "storage").iterdir()) == []
+
+
+def test_two_processes_of_a_task_may_fetch_at_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = Mirror(url)
+    mirror.send(written(tmp_path / "here", 1))
+    adopt = checkpoint.adopt
+
+    def late(side: Path, folder: Path, number: int) -> Any:
+        monkeypatch.setattr(checkpoint, "adopt", adopt)
+        side.rename(side.with_name("aside"))
+        mirror.fetch(folder)
+        side.with_name("aside").rename(side)
+        return adopt(side, folder, number)
+
+    monkeypatch.setattr(checkpoint, "adopt", late)
+    mirror.fetch(tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["checkpoint-00000001"]
