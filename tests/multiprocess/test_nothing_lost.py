@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -12,10 +13,12 @@ from safetensors.torch import load_file
 import rota
 from rota.cli.sweep_file import load_source
 from rota.cluster.discover import available_cores
+from rota.runtime.messages import Began
 from rota.store.journal import read_events
 from rota.testing import plain
 
-KILLS = 21
+KILLS = 6
+MANY_KILLS = 21
 TARGETS = ("worker", "controller", "group")
 
 
@@ -61,7 +64,8 @@ def wait_for_progress(path, process, since, timeout_s=30.0):
 
 
 @pytest.mark.timeout(400)
-def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_path):
+@pytest.mark.parametrize("count", [KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.deep)])
+def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_path, count):
     # A checkpoint after each step: there is nearly always one being written when the blow falls.
     file = sweep_file(steps=160, save_every=1)
     expected = trained_plainly(file)
@@ -69,7 +73,7 @@ def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_p
     kills = dict.fromkeys(TARGETS, 0)
     run, number = tmp_path / "storm-0", 0
     process = cli.start("run", file, "--out", run, "--retries", "1000")
-    while sum(kills.values()) < KILLS:
+    while sum(kills.values()) < count:
         target = min(TARGETS, key=kills.__getitem__)
         if wait_for_progress(run, process, progress(run) + dice.randint(0, 3)):
             time.sleep(dice.uniform(0, 0.4))
@@ -98,7 +102,7 @@ def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_p
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert_same(run, expected)
-    assert min(kills.values()) >= KILLS // len(TARGETS)
+    assert min(kills.values()) >= count // len(TARGETS)
 
 
 @pytest.mark.alone
@@ -202,3 +206,39 @@ sweep = rota.grid(task, deadly=[0, 1])
     assert result.task("task-1").state == "failed"
     assert "killed by SIGKILL" in result.task("task-1").reason
     assert result.record.tasks["task-1"].attempt == 2
+
+
+def test_storage_keeps_what_a_lost_machine_had(cli, sweep_file, tmp_path):
+    file = sweep_file(steps=150, save_every=5)
+    run, storage = tmp_path / "run", tmp_path / "storage"
+    process = cli.start("run", file, "--out", run, "--storage", storage)
+    deadline_s = time.monotonic() + 40
+    while not list(storage.glob("run/*/checkpoint-*/commit.json")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    wait_for_progress(run, process, progress(run) + 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    saved = {task.name: task.saved_step for task in rota.open_run(run).record.tasks.values()}
+    assert max(saved.values()) > 0
+    shutil.rmtree(run / "tasks")  # as on another machine, which has the journal only
+    assert cli.run("resume", run).returncode == 0
+    began = [event for _, event in read_events(run / "journal.db") if isinstance(event, Began) and event.attempt > 1]
+    assert any(event.from_step > 0 for event in began)
+    assert all(event.from_step >= saved[event.task] for event in began)
+    assert_same(run, trained_plainly(file))
+    shutil.rmtree(run / "tasks")
+    assert cli.run("resume", run).returncode == 0  # what is trained is fetched again
+    assert_same(run, trained_plainly(file))
+
+
+def test_storage_that_cannot_be_written_is_told_before_anything_starts(cli, sweep_file, tmp_path):
+    (tmp_path / "storage").write_text("a file")
+    refused = cli.run("run", sweep_file(), "--out", "run", "--storage", tmp_path / "storage")
+    assert refused.returncode == 2
+    assert "cannot be written" in refused.stderr
+    refused = cli.run("run", sweep_file(), "--out", "run", "--storage", "nowhere://bucket")
+    assert refused.returncode == 2
+    assert "nowhere" in refused.stderr
+    assert not (tmp_path / "run").exists()

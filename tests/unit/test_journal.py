@@ -8,8 +8,8 @@ import stat
 
 import pytest
 
-from rota.errors import InputError, StoreError
-from rota.execute.events import Launched, Lost, RunBegan, RunEnded
+from rota.errors import InputError, RunInUseError, StoreError
+from rota.execute.events import Launched, Lost, RunBegan, RunEnded, RunNoted
 from rota.execute.record import RunRecord
 from rota.runtime.messages import Began, Finished, Measured, Noticed, Saved
 from rota.state import files
@@ -490,3 +490,28 @@ def test_a_kill_while_the_journal_is_made_leaves_none_and_the_run_can_begin(tmp_
     folder.prepare()
     Journal(folder.journal).close()
     assert folder.exists()
+
+
+# ---- one holder ----
+
+
+def test_whoever_opened_it_last_holds_it(path):
+    first, second = Journal(path), Journal(path)
+    first.append(RunNoted(text="of the first"), time_s=1.0)
+    with pytest.raises(RunInUseError, match="another process has taken over"):
+        first.commit()
+    second.append(RunNoted(text="of the second"), time_s=2.0)
+    second.commit()
+    assert [event.text for _, event in read_events(path)] == ["of the second"]
+
+
+def test_a_journal_of_before_holders_were_noted_can_be_held(path):
+    Journal(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE holders")
+    connection.commit()
+    connection.close()
+    journal = Journal(path)
+    journal.append(RunNoted(text="goes on"), time_s=1.0)
+    journal.commit()
+    assert [event.text for _, event in read_events(path)] == ["goes on"]

@@ -145,9 +145,7 @@ class _Remote(Peer):
         """It ends with its keeper."""
 
     def end(self) -> None:
-        """The keeper ends it; if the keeper is gone, so is the worker."""
-        with contextlib.suppress(Exception):
-            self.keeper.end.remote()
+        """Its keeper ends it, which is told to; if the keeper is gone, so is the worker."""
         if self.socket is not None:
             # What is still on its way to it must not arrive: it would renew the lease of a worker that is given up.
             with contextlib.suppress(OSError):
@@ -170,6 +168,8 @@ class RayBackend(LocalBackend):
         self._code = packed(code) if code is not None else b""
         self._node_ids = dict(cluster.nodes)
         self._keepers: dict[str, Any] = {}
+        self._leaving: list[Any] = []
+        """promises of those that were told to end"""
         self._numbers: dict[bytes, str] = {}
         """what a worker says when it connects -> its device"""
         self._looked_s = time.monotonic()
@@ -221,12 +221,11 @@ class RayBackend(LocalBackend):
         return self._keepers[device]
 
     def kill(self, device: str) -> None:
-        """End the worker; a keeper that is gone is forgotten, so that a new one can be made."""
+        """End the worker with its keeper; another one is made when it is needed."""
         super().kill(device)
         keeper = self._keepers.pop(device, None)
         if keeper is not None:
-            with contextlib.suppress(Exception):
-                ray_.kill(keeper)
+            self._leaving.append(keeper.leave.remote())
 
     def _take_over(self) -> None:
         """Connect the workers that outlived the controller before this one; what has no worker is ended."""
@@ -241,7 +240,7 @@ class RayBackend(LocalBackend):
             with contextlib.suppress(Exception):  # it has ended meanwhile
                 keeper = ray_.get_actor(name, namespace=NAMESPACE)
                 if device not in self._devices or device in asked:
-                    ray_.kill(keeper)
+                    self._leaving.append(keeper.leave.remote())
                     continue
                 self._keepers[device] = keeper
                 asked[device] = keeper.connect.remote(self._address, self._key, self._expect(device))
@@ -428,8 +427,8 @@ class RayBackend(LocalBackend):
     def close(self) -> None:
         """End all workers and let the actors go; the cluster stays."""
         super().close()
-        for keeper in self._keepers.values():
-            with contextlib.suppress(Exception):
-                ray_.kill(keeper)
-        self._keepers.clear()
+        for device in list(self._keepers):
+            self.kill(device)
+        if self._leaving:  # what is asked of them must reach them before this process ends
+            ray_.wait(self._leaving, num_returns=len(self._leaving), timeout=ANSWER_S)
         self._door.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -34,6 +35,7 @@ ray_: Any = untyped_ray
 LOST = 10**6
 """Stands for the exit code of a process of which nothing can be learned any more."""
 NAMESPACE = "rota"
+_CODE = "rota-code-"
 _MOST_CODE_BYTES = 20 * 2**20
 
 
@@ -41,7 +43,8 @@ class Keeper:
     """It has the device's worker."""
 
     def __init__(self, code: bytes) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rota-code-")
+        _remove_leftovers()
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{_CODE}{os.getpid()}-")
         if code:
             with zipfile.ZipFile(io.BytesIO(code)) as files:
                 files.extractall(self._folder.name)
@@ -59,8 +62,16 @@ class Keeper:
             if process is not None and process.poll() is None:
                 self._called_s = time.monotonic()
             elif time.monotonic() - self._called_s > ORPHAN_S:
-                self._folder.cleanup()
-                os._exit(0)
+                self._vanish()
+
+    def leave(self) -> None:
+        """End, with the worker."""
+        self.end()
+        self._vanish()
+
+    def _vanish(self) -> None:
+        self._folder.cleanup()
+        os._exit(0)
 
     def start(self, device: Device, address: tuple[str, int], key: bytes, number: bytes) -> int:
         """Start a worker and connect it with the controller."""
@@ -115,6 +126,14 @@ class Keeper:
             if one is not None:
                 one.close()
         self._process = self._output = self._line = None
+
+
+def _remove_leftovers() -> None:
+    """Of keepers that were killed on this machine."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_CODE}*-*"):
+        pid = path.name.removeprefix(_CODE).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _interface() -> dict[str, str]:
