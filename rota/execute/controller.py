@@ -230,6 +230,8 @@ class Controller:
         if seat in self._over:
             if isinstance(sign, Finished | Failed | Halted | Left):
                 self._release(device)
+        elif isinstance(sign, Began) and task.began_s is not None:
+            pass  # told again to this controller, and the one before had noted it
         elif isinstance(sign, Began | Measured | Saved | Noticed | Balanced):
             self._note(sign)
         elif isinstance(sign, Failed) and sign.way and (rest := self._policy.another_way(task)):

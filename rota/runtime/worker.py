@@ -60,7 +60,8 @@ BEAT_EVERY_S = 1.0
 CODE_FOLDER = "ROTA_CODE"
 """Names the folder with the code that came from the controller's machine."""
 
-_LOCK_WAIT_S = 10.0
+# A worker on another machine that has lost its controller ends after a while; until then it holds its task's folder.
+_LOCK_WAIT_S = ORPHAN_S + 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -207,9 +208,7 @@ class Worker:
         follows = command.rank > 0
         surroundings: Surroundings = _Follower(self) if follows else self
         try:
-            # A worker of another machine, which cannot be reached, ends by itself.
-            wait_s = _LOCK_WAIT_S if self._settings.keeper < 0 else ORPHAN_S + _LOCK_WAIT_S
-            owning = contextlib.nullcontext() if follows else _owning(folder, wait_s=wait_s)
+            owning = contextlib.nullcontext() if follows else _owning(folder)
             with owning, preserved(), _memory_limit(self._settings):
                 _redirect_output(folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE))
                 sys.path[:] = _import_path(command)
@@ -401,11 +400,11 @@ def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
 
 
 @contextlib.contextmanager
-def _owning(folder: Path, *, wait_s: float) -> Iterator[None]:
+def _owning(folder: Path) -> Iterator[None]:
     """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-    deadline_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
     try:
         while not try_lock(handle):
             if time.monotonic() > deadline_s:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import rota
 from rota.execute.events import Launched, RunResumed
+from rota.runtime.messages import Began
 from rota.store.journal import read_events
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'rota[ray]'")
@@ -152,6 +153,33 @@ def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used
     local = ("run", file, "--no-profile", "--memory", "1GiB", "--devices", "2", "--out", tmp_path / "local")
     assert cli.run(*local, timeout=120).returncode == 0
     _assert_equal(run, tmp_path / "local")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(250)
+def test_a_task_that_spanned_a_lost_node_goes_on_with_fewer_devices(cli: Any, nodes: Any, tmp_path: Path) -> None:
+    file = _files(tmp_path, 'task("wide", "data", None, steps=300, precision="float64")')
+    run = tmp_path / "ray"
+    process = cli.start("run", file, "--memory", "1GiB", "--cluster", f"ray={nodes.address}", "--out", run)
+
+    def far() -> bool:
+        try:
+            return rota.open_run(run).record.tasks["wide"].saved_step >= 10
+        except rota.RotaError:
+            return False
+
+    _wait(far, process, timeout_s=120)
+    before = rota.open_run(run).record.tasks["wide"].devices
+    assert len(before) == 3
+    lost = next(node for node in nodes.workers if any(node.node_id[:4] in device for device in before))
+    nodes.remove_node(lost, allow_graceful=False)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err + out
+    widths = [len(event.devices) for _, event in read_events(run / "journal.db") if isinstance(event, Launched)]
+    assert widths[0] == 3
+    assert widths[-1] in (1, 2)
+    began = [event.from_step for _, event in read_events(run / "journal.db") if isinstance(event, Began)]
+    assert began[-1] >= 10
 
 
 @pytest.mark.timeout(200)

@@ -296,6 +296,21 @@ def test_a_resume_may_bring_other_devices():
     assert record_of(RunResumed()).devices == list(BEGAN.devices)
 
 
+def test_what_outlived_its_controller_goes_on_running_and_the_rest_waits():
+    task = task_after(LAUNCH, BEGIN, RunResumed(kept=("a",), session="s"))
+    assert (task.state, task.attempt, task.devices) == (TaskState.RUNNING, 1, LAUNCH.devices)
+    assert task.spans[-1].end_s is None
+    assert task_after(LAUNCH, BEGIN, RunResumed(session="s")).state is PENDING
+    assert record_of(RunResumed(session="s")).session == "s"
+
+
+def test_where_things_are_stored_is_remembered_unless_it_changes():
+    record = record_of(RunResumed(storage="s3://one"))
+    assert record.storage == "s3://one"
+    record.apply(RunResumed(), 99.0)
+    assert record.storage == "s3://one"
+
+
 def test_a_retried_task_starts_without_its_old_reason():
     task = task_after(LAUNCH, FAIL, RunEnded(state="incomplete"), RunResumed(retried=("a",)))
     assert (task.state, task.reason, task.traceback, task.losses) == (PENDING, "", "", 0)
