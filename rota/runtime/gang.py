@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hmac
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch.distributed as dist
 
 from rota.errors import PeerError
 from rota.runtime import comm
+
+_SEAL_BYTES = 32
 
 # How a process notices that another has closed its end, in the words of gloo, of its store, and of NCCL.
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "socket timeout", "timed out", "nccl")
@@ -32,6 +36,8 @@ class Gang:
     store: Path | str
     """Where they find each other: a file, or tcp://host:port of the leader."""
     kind: str = "cpu"
+    key: bytes = b""
+    """Known to these processes and their controller only: plain values are sealed with it."""
 
     def __post_init__(self) -> None:
         self.groups = comm.Groups()
@@ -81,20 +87,44 @@ class Gang:
 
     def told(self, value: Any = None) -> Any:
         """A plain value of the leader's, for all."""
-        box = [value]
-        if self.size > 1:
-            with talking():
-                dist.broadcast_object_list(box, src=0)
-        return box[0]
+        if self.size == 1:
+            return value
+        sealed = self._sealed(value) if self.leads else torch.empty(0, dtype=torch.uint8, device=self._device)
+        size = torch.tensor([sealed.numel()], device=self._device)
+        with talking():
+            dist.broadcast(size, src=0)
+            if not self.leads:
+                sealed = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            dist.broadcast(sealed, src=0)
+        return value if self.leads else self._opened(sealed)
 
     def everyone(self, value: Any) -> list[Any]:
         """A plain value of each process, in the order of ranks."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        sealed = self._sealed(value)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
         with talking():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather(sizes, torch.tensor([sealed.numel()], device=self._device))
+            most = int(max(sizes))
+            found = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in sizes]
+            dist.all_gather(found, torch.nn.functional.pad(sealed, (0, most - sealed.numel())))
+        return [self._opened(one[: int(size)]) for one, size in zip(found, sizes, strict=True)]
+
+    def _sealed(self, value: Any) -> torch.Tensor:
+        """Bytes that only these processes can have made: whoever else connects to their ports runs no code here."""
+        plain = pickle.dumps(value)
+        return torch.frombuffer(bytearray(self._seal(plain) + plain), dtype=torch.uint8).to(self._device)
+
+    def _opened(self, sealed: torch.Tensor) -> Any:
+        content = sealed.cpu().numpy().tobytes()
+        seal, plain = content[:_SEAL_BYTES], content[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(plain)):
+            raise PeerError("what came over the network is of no process of this task")
+        return pickle.loads(plain)
+
+    def _seal(self, plain: bytes) -> bytes:
+        return hmac.digest(self.key, plain, "sha256")
 
     @property
     def _device(self) -> torch.device:

@@ -26,6 +26,8 @@ class Train:
     size: int = 1
     meeting: str = ""
     """Where they find each other, tcp://host:port; through a file in the folder if nothing is said."""
+    key: str = ""
+    """With it they seal what they say to each other."""
     storage: str = ""
     """Where checkpoints and the model go beside the folder: a URL."""
 
@@ -63,6 +65,7 @@ class Try:
     rank: int = 0
     size: int = 1
     meeting: str = ""
+    key: str = ""
 
 
 @register

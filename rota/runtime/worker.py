@@ -369,7 +369,7 @@ def _gang_of(command: Train | Try, task: Any, kind: str) -> Gang | None:
     from rota.runtime.gang import Gang
 
     store = command.meeting or Path(command.folder) / f"gang-{command.attempt}"
-    return Gang(rank=command.rank, size=command.size, store=store, kind=kind)
+    return Gang(rank=command.rank, size=command.size, store=store, kind=kind, key=bytes.fromhex(command.key))
 
 
 def _failed(command: Train | Look | Try, error: TaskError, loop: Loop | None) -> Failed:

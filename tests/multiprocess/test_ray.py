@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -61,9 +62,8 @@ SMALL = """
 """
 
 
-@pytest.fixture
-def nodes() -> Iterator[Any]:
-    """A head without devices, and three nodes with one each."""
+@contextlib.contextmanager
+def _three_nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -72,6 +72,20 @@ def nodes() -> Iterator[Any]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A head without devices, and three nodes with one each."""
+    with _three_nodes() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def mortal_nodes() -> Iterator[Any]:
+    """Likewise, for a test that takes some away."""
+    with _three_nodes() as cluster:
+        yield cluster
 
 
 def _files(folder: Path, tasks: str) -> Path:
@@ -128,13 +142,13 @@ def _wait(condition: Any, process: Any, timeout_s: float = 60.0) -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(200)
 def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used(
-    cli: Any, nodes: Any, tmp_path: Path
+    cli: Any, mortal_nodes: Any, tmp_path: Path
 ) -> None:
     tasks = ", ".join(f'task("t{i}", "single", 1, steps=200, lr={1e-3 * (i + 1)})' for i in range(4))
     file = _files(tmp_path, tasks)
     run = tmp_path / "ray"
     process = cli.start(
-        "run", file, "--no-profile", "--memory", "1GiB", "--cluster", f"ray={nodes.address}", "--out", run
+        "run", file, "--no-profile", "--memory", "1GiB", "--cluster", f"ray={mortal_nodes.address}", "--out", run
     )
 
     def far() -> bool:
@@ -144,8 +158,8 @@ def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used
             return False
 
     _wait(far, process)
-    nodes.remove_node(nodes.workers[0], allow_graceful=False)
-    nodes.add_node(num_cpus=1)
+    mortal_nodes.remove_node(mortal_nodes.workers[0], allow_graceful=False)
+    mortal_nodes.add_node(num_cpus=1)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err + out
     assert "is gone" in err + out
@@ -157,10 +171,12 @@ def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used
 
 @pytest.mark.deep
 @pytest.mark.timeout(250)
-def test_a_task_that_spanned_a_lost_node_goes_on_with_fewer_devices(cli: Any, nodes: Any, tmp_path: Path) -> None:
+def test_a_task_that_spanned_a_lost_node_goes_on_with_fewer_devices(
+    cli: Any, mortal_nodes: Any, tmp_path: Path
+) -> None:
     file = _files(tmp_path, 'task("wide", "data", None, steps=300, precision="float64")')
     run = tmp_path / "ray"
-    process = cli.start("run", file, "--memory", "1GiB", "--cluster", f"ray={nodes.address}", "--out", run)
+    process = cli.start("run", file, "--memory", "1GiB", "--cluster", f"ray={mortal_nodes.address}", "--out", run)
 
     def far() -> bool:
         try:
@@ -171,8 +187,8 @@ def test_a_task_that_spanned_a_lost_node_goes_on_with_fewer_devices(cli: Any, no
     _wait(far, process, timeout_s=120)
     before = rota.open_run(run).record.tasks["wide"].devices
     assert len(before) == 3
-    lost = next(node for node in nodes.workers if any(node.node_id[:4] in device for device in before))
-    nodes.remove_node(lost, allow_graceful=False)
+    lost = next(node for node in mortal_nodes.workers if any(node.node_id[:4] in device for device in before))
+    mortal_nodes.remove_node(lost, allow_graceful=False)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err + out
     widths = [len(event.devices) for _, event in read_events(run / "journal.db") if isinstance(event, Launched)]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -117,6 +118,7 @@ class LocalBackend:
         path = _import_path()
         folder = folder.absolute()
         meeting = self._meeting(devices, folder, attempt)
+        key = secrets.token_hex(16)
         for rank, device in enumerate(devices):
             worker = self._worker(device)
             worker.task = task.name
@@ -128,6 +130,7 @@ class LocalBackend:
                 rank=rank,
                 size=len(devices),
                 meeting=meeting,
+                key=key,
             )
             worker.send(command, payload)
 
