@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,6 +98,7 @@ def _end(storm: Storm, reference: Path, tally: Tally) -> None:
     tally.lost_steps_max = max(tally.lost_steps_max, verdict.lost_steps)
     if not told and not verdict.leaked:
         tally.survived += len(storm.faults)
+        shutil.rmtree(storm.run)  # the disk is small
 
 
 def main() -> None:

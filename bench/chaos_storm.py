@@ -83,15 +83,16 @@ class Storm:
 
     def _start(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "rota", *arguments, "--no-profile", "--retries", "1000", *self.where]
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | {MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=open(self.run.with_suffix(".log"), "a"),  # noqa: SIM115
-            text=True,
-            start_new_session=True,
-        )
+        with open(self.file.parent / f"{self.run.name}.log", "a") as log:  # not on the disk that will be full
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | {MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
 
     def resume(self) -> None:
         """Another controller; a run that had not begun begins."""

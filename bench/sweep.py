@@ -94,7 +94,10 @@ def _finish(times: dict[str, list[Arm]], known: Forecast, chosen: Any) -> None:
     names = {"vs_current_practice": "max", "vs_min": "min", "vs_optimus": "optimus", "vs_random": "random"}
     figures: dict[str, Any] = {key: middle[name] / middle["rota"] for key, name in names.items() if name in middle}
     figures["of_bound"] = (middle["rota"] - start_s) / bound_s
-    figures["profiling_share"] = max(0.0, before["rota"] - start_s) / middle["rota"]
+    profiling_s = max(0.0, before["rota"] - start_s)
+    figures["profiling_share"] = profiling_s / middle["rota"]
+    # Optimus decides by rota's estimates and is given them; this is what it would take if it had to measure them.
+    figures["vs_optimus_measuring"] = (middle["optimus"] + profiling_s) / middle["rota"]
     if "rota_again" in middle:
         figures["profiling_share_again"] = max(0.0, before["rota_again"] - start_s) / middle["rota_again"]
     details = {

@@ -251,17 +251,15 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def _worth_cutting(graph: Graph) -> set[str]:
-    """The ops that depend on the batch, and whose outputs the backward pass may need or no pass keeps."""
-    reached = set(graph.inputs)
-    found: set[str] = set()
-    for op in graph.ops:
-        if reached.isdisjoint(op.inputs):
-            continue
-        made = [name for name in op.outputs if name is not None]
-        reached.update(made)
-        if not op.with_grad or any(graph.tensors[name].requires_grad for name in made):
-            found.add(op.name)
-    return found
+    """The ops whose outputs the backward pass may need, or no pass keeps.
+
+    Also those that do not depend on the batch: a bias for each window and head may be as large as what it is added to.
+    """
+    return {
+        op.name
+        for op in graph.ops
+        if not op.with_grad or any(graph.tensors[name].requires_grad for name in op.outputs if name is not None)
+    }
 
 
 def layer_visits(graph: Graph) -> Iterator[list[Op]]:
