@@ -23,7 +23,7 @@ from typing import Any
 from bench import chaos_local, harness
 from bench.chaos_storm import CHECKPOINT_EVERY, SWEEP, Storm
 
-_STEPS = 400
+_STEPS, _QUICK_STEPS = 400, 150
 _FAULTS_PER_RUN = 4
 
 
@@ -114,7 +114,9 @@ def main() -> None:
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="rota-chaos-") as place:
         folder = Path(place)
-        (folder / "sweep.py").write_text(SWEEP.format(steps=_STEPS, every=CHECKPOINT_EVERY))
+        (folder / "sweep.py").write_text(
+            SWEEP.format(steps=_QUICK_STEPS if chosen.quick else _STEPS, every=CHECKPOINT_EVERY)
+        )
         reference = folder / "reference"
         where = ("--devices", "2", "--memory", "1GiB")
         command = [sys.executable, "-m", "rota", "run", str(folder / "sweep.py"), "--out", str(reference), *where]

@@ -87,10 +87,11 @@ def fill_disk(storm: Storm, dice: random.Random) -> bool:
     """No byte is left for a while."""
     ballast = storm.run.parent / "ballast"
     try:
-        with open(ballast, "wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 4096)
-                file.flush()
+        handle = os.open(ballast, os.O_WRONLY | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):
+            while os.write(handle, b"\0" * 4096):
+                pass
+        os.close(handle)
         time.sleep(_FULL_S)
     finally:
         ballast.unlink(missing_ok=True)

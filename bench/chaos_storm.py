@@ -121,7 +121,7 @@ class Storm:
         """Until so many more events are in the journal."""
         since, deadline_s = self.events(), time.monotonic() + limit_s
         while self.alive() and self.events() <= since + more and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def workers(self) -> list[psutil.Process]:
         """The workers of this run that live."""

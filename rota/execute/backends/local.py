@@ -138,7 +138,8 @@ class LocalBackend:
         """Where the processes of a task find each other: a file, if nothing is said."""
         if len(devices) > 1:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / f"gang-{attempt}").unlink(missing_ok=True)  # of a controller that was killed
+        for left in folder.glob("gang-*"):  # of processes that were killed
+            left.unlink(missing_ok=True)
         return ""
 
     def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
