@@ -89,7 +89,7 @@ def storms(
 
 def _end(storm: Storm, reference: Path, tally: Tally) -> None:
     if not storm.end():
-        tally.wrong.append(f"{storm.run.name} did not end after {', '.join(storm.faults)}")
+        tally.wrong.append(f"{storm.run.name} did not end after {', '.join(storm.faults)}:\n{storm.last_words()}")
         return
     verdict = storm.judge(reference)
     told = [f"{storm.run.name} after {', '.join(storm.faults)}: {text}" for text in verdict.wrong]

@@ -23,7 +23,7 @@ MARK = "ROTA_CHAOS"
 """In the environment of everything that a storm starts."""
 KEEPER = "ray::Keeper"
 CHECKPOINT_EVERY = 5
-_ENDS_S = 240.0
+_ENDS_S = 120.0
 _LEFT_S = 15.0
 
 SWEEP = """
@@ -141,6 +141,12 @@ class Storm:
             self.resume()
         self.kill_all()
         return False
+
+    def last_words(self) -> str:
+        """What the journal and the log say, of a run that does not end."""
+        events = [f"{time_s:.1f} {event}" for time_s, event in read_events(self.run / "journal.db")]
+        log = (self.file.parent / f"{self.run.name}.log").read_text().splitlines()
+        return "\n".join([*(line[:300] for line in events[-12:]), *log[-12:]])
 
     def judge(self, reference: Path) -> Verdict:
         """Compare with an undisturbed run, and look for what was left."""

@@ -119,6 +119,7 @@ def run(setting: Setting) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"the arm {setting.arm} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    del found["setting"]["folder"]  # of this machine only
     return found
 
 
