@@ -23,7 +23,7 @@ MARK = "ROTA_CHAOS"
 """In the environment of everything that a storm starts."""
 KEEPER = "ray::Keeper"
 CHECKPOINT_EVERY = 5
-_ENDS_S = 120.0
+_ENDS_S = 240.0
 _LEFT_S = 15.0
 
 SWEEP = """
