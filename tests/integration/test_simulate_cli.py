@@ -83,6 +83,7 @@ def test_the_command_tells_how_the_sweep_would_run(tmp_path):
     ]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(60)
 def test_json_tells_the_same_and_the_same_again(simulate):
     first = simulate("--json", "--what-if", "+1xT4", "--what-if", "+1 node of 1xH100")

@@ -119,6 +119,7 @@ def _wait(condition: Any, process: Any, timeout_s: float = 90.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(250)
 def test_who_dies_while_work_moves_leaves_the_old_or_the_new_and_never_a_mixture(
     cli: Any, sweep_file: Any, tmp_path: Path
@@ -138,6 +139,7 @@ def test_who_dies_while_work_moves_leaves_the_old_or_the_new_and_never_a_mixture
     _assert_plain(file, run)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(250)
 def test_a_checkpoint_of_other_widths_goes_on_with_another_number_of_ranks(
     cli: Any, sweep_file: Any, tmp_path: Path

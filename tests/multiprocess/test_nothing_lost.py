@@ -17,8 +17,7 @@ from rota.runtime.messages import Began
 from rota.store.journal import read_events
 from rota.testing import plain
 
-KILLS = 6
-MANY_KILLS = 21
+KILLS = 21
 TARGETS = ("worker", "controller", "group")
 
 
@@ -63,9 +62,9 @@ def wait_for_progress(path, process, since, timeout_s=30.0):
     return False
 
 
+@pytest.mark.deep  # test_chaos.py has a shorter storm
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("count", [KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.deep)])
-def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_path, count):
+def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_path):
     # A checkpoint after each step: there is nearly always one being written when the blow falls.
     file = sweep_file(steps=160, save_every=1)
     expected = trained_plainly(file)
@@ -73,7 +72,7 @@ def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_p
     kills = dict.fromkeys(TARGETS, 0)
     run, number = tmp_path / "storm-0", 0
     process = cli.start("run", file, "--out", run, "--retries", "1000")
-    while sum(kills.values()) < count:
+    while sum(kills.values()) < KILLS:
         target = min(TARGETS, key=kills.__getitem__)
         if wait_for_progress(run, process, progress(run) + dice.randint(0, 3)):
             time.sleep(dice.uniform(0, 0.4))
@@ -102,7 +101,7 @@ def test_killing_anything_at_random_moments_loses_nothing(cli, sweep_file, tmp_p
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert_same(run, expected)
-    assert min(kills.values()) >= count // len(TARGETS)
+    assert min(kills.values()) >= KILLS // len(TARGETS)
 
 
 @pytest.mark.alone

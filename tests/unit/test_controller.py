@@ -208,7 +208,7 @@ def test_a_failing_task_is_not_tried_again_and_the_others_finish(tmp_path, simul
 
 def test_a_task_that_cannot_be_sent_fails_and_the_others_finish(tmp_path, simulate):
     class Refusing(SimulatedBackend):
-        def launch(self, devices, task, *, attempt, folder):
+        def launch(self, devices, task, *, attempt, folder, storage=""):
             if task.name == "a":
                 raise TaskError("task 'a' cannot be sent to its worker (TypeError: a lock)")
             super().launch(devices, task, attempt=attempt, folder=folder)
