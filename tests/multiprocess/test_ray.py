@@ -258,7 +258,7 @@ backend.close()
 
 def test_another_version_on_a_node_is_told(monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
     code = f"""
-import rota.execute.backends.ray as backend
+import rota.execute.backends.ray_nodes as backend
 ours = backend.versions()
 backend.versions = lambda: {{**ours, "torch": "1.0"}}
 import rota
