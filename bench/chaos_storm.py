@@ -219,7 +219,7 @@ def _left_processes(mark: str) -> list[str]:
     deadline_s = time.monotonic() + _LEFT_S
     while left := ours(mark):
         if time.monotonic() > deadline_s:
-            return [f"process {one.pid}: {command_of(one)[:80]}" for one in left]
+            return [f"process {one.pid} ({'actor' if KEEPER in command_of(one) else 'of rota'})" for one in left]
         time.sleep(0.1)
     return []
 

@@ -229,13 +229,8 @@ class RayBackend(LocalBackend):
 
     def _take_over(self) -> None:
         """Connect the workers that outlived the controller before this one; what has no worker is ended."""
-        found = [
-            one["name"]
-            for one in ray_.util.list_named_actors(all_namespaces=True)
-            if one["namespace"] == NAMESPACE and one["name"].startswith(f"{self.session}/")
-        ]
         asked: dict[str, Any] = {}
-        for name in found:
+        for name in self._names():
             device = name.removeprefix(f"{self.session}/").rpartition("/")[0]
             with contextlib.suppress(Exception):  # it has ended meanwhile
                 keeper = ray_.get_actor(name, namespace=NAMESPACE)
@@ -252,6 +247,14 @@ class RayBackend(LocalBackend):
         for device in [name for name, worker in self._workers.items() if not worker.ready]:
             self.kill(device)
         self._taken_over = set(self._workers)
+
+    def _names(self) -> list[str]:
+        """Of all actors of this session that there are."""
+        return [
+            one["name"]
+            for one in ray_.util.list_named_actors(all_namespaces=True)
+            if one["namespace"] == NAMESPACE and one["name"].startswith(f"{self.session}/")
+        ]
 
     def keep(self, kept: Mapping[str, tuple[str, int]]) -> None:
         """Of the workers that were taken over, end those that do not train what they should."""
@@ -429,6 +432,9 @@ class RayBackend(LocalBackend):
         super().close()
         for device in list(self._keepers):
             self.kill(device)
+        for name in self._names():  # also of one that the controller before asked for, and that came after it had died
+            with contextlib.suppress(Exception):
+                self._leaving.append(ray_.get_actor(name, namespace=NAMESPACE).leave.remote())
         if self._leaving:  # what is asked of them must reach them before this process ends
             ray_.wait(self._leaving, num_returns=len(self._leaving), timeout=ANSWER_S)
         self._door.close()
