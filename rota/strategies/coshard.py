@@ -52,7 +52,7 @@ class _OneAfterAnother:
     def __init__(self, plan: Plan, parts: int) -> None:
         self._parts = parts
         # Recomputing alone is to be compared with cutting: it takes the runs that would be cut.
-        self._runs = find_runs(plan.refined, parts if parts > 1 else _USUAL_PARTS, once=plan.microbatches == 1)
+        self._runs = find_runs(plan.refined, parts if parts > 1 else _USUAL_PARTS)
         if not self._runs:
             raise InputError(f"the model has no layer that can be cut into {parts}; use fewer parts")
 
@@ -95,16 +95,10 @@ def _cut(plan: Plan, run: Run, parts: int) -> None:
                     plan.order(of_op[one][before], before=of_op[other][after])
 
 
-def find_runs(refined: Refined, parts: int, *, once: bool = True) -> list[Run]:
-    """The runs of all layers; of those that share ops, the ones that save more.
-
-    What does not depend on the batch can be in a run only if all of the batch comes at `once`: with micro-batches it is
-    made a single time, before all of them.
-    """
+def find_runs(refined: Refined, parts: int) -> list[Run]:
+    """The runs of all layers; of those that share ops, the ones that save more."""
     graph = refined.graph
     worth = _worth_cutting(graph)
-    if not once:
-        worth &= _of_the_batch(graph)
     found: list[Run] = []
     for ops in layer_visits(graph):
         visit = _Visit(refined, ops, worth, parts)
@@ -257,24 +251,15 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def _worth_cutting(graph: Graph) -> set[str]:
-    """The ops whose outputs the backward pass may need, or no pass keeps.
-
-    Also those that do not depend on the batch: a bias for each window and head may be as large as what it is added to.
-    """
-    return {
-        op.name
-        for op in graph.ops
-        if not op.with_grad or any(graph.tensors[name].requires_grad for name in op.outputs if name is not None)
-    }
-
-
-def _of_the_batch(graph: Graph) -> set[str]:
-    """The ops that depend on the batch."""
+    """The ops that depend on the batch, and whose outputs the backward pass may need or no pass keeps."""
     reached = set(graph.inputs)
     found: set[str] = set()
     for op in graph.ops:
-        if not reached.isdisjoint(op.inputs):
-            reached.update(name for name in op.outputs if name is not None)
+        if reached.isdisjoint(op.inputs):
+            continue
+        made = [name for name in op.outputs if name is not None]
+        reached.update(made)
+        if not op.with_grad or any(graph.tensors[name].requires_grad for name in made):
             found.add(op.name)
     return found
 
