@@ -174,7 +174,7 @@ class RunRecord:
         self._move_run(RunState.RUNNING)
         self.devices = list(event.devices) or self.devices
         self.session = event.session
-        self.storage = event.storage or self.storage
+        self.storage = event.storage
         for task in self.tasks.values():
             task.losses = 0
             if task.state is TaskState.RUNNING and task.name not in event.kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import shutil
 import signal
 import sys
@@ -198,7 +199,7 @@ def _begin_or_resume(
         seats = {} if options.allow_changes else _still_running(record, backend.taken_over())
         backend.keep(seats)
         kept = tuple({task: None for task, _ in seats.values()})
-        storage = _storage(options, record.name)
+        storage = _storage(options, record.name, before=record.storage)
         event = RunResumed(retried=retried, devices=devices, session=backend.session, kept=kept, storage=storage)
     else:
         event = RunBegan(
@@ -222,12 +223,12 @@ def _begin_or_resume(
     return record
 
 
-def _storage(options: RunOptions, name: str) -> str:
-    """The place of this run, among those of others."""
+def _storage(options: RunOptions, name: str, *, before: str = "") -> str:
+    """The place of this run: never that of another with the same name, whose checkpoints it would take for its own."""
     if not options.storage:
-        return ""
-    is_url = "://" in options.storage
-    return f"{options.storage.rstrip('/') if is_url else Path(options.storage).absolute()}/{name}"
+        return before
+    root = options.storage.rstrip("/") if "://" in options.storage else str(Path(options.storage).absolute())
+    return before if before.startswith(f"{root}/") else f"{root}/{name}-{secrets.token_hex(4)}"
 
 
 def _collect(folder: RunFolder, record: RunRecord) -> None:

@@ -212,7 +212,7 @@ def test_storage_keeps_what_a_lost_machine_had(cli, sweep_file, tmp_path):
     run, storage = tmp_path / "run", tmp_path / "storage"
     process = cli.start("run", file, "--out", run, "--storage", storage)
     deadline_s = time.monotonic() + 40
-    while not list(storage.glob("run/*/checkpoint-*/commit.json")):
+    while not list(storage.glob("run-*/*/checkpoint-*/commit.json")):
         assert process.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -230,6 +230,20 @@ def test_storage_keeps_what_a_lost_machine_had(cli, sweep_file, tmp_path):
     shutil.rmtree(run / "tasks")
     assert cli.run("resume", run).returncode == 0  # what is trained is fetched again
     assert_same(run, trained_plainly(file))
+
+
+def test_another_run_of_the_same_name_does_not_take_its_checkpoints(cli, sweep_file, tmp_path):
+    file = sweep_file(steps=10, save_every=2)
+    for place in ("one", "two"):
+        assert (
+            cli.run("run", file, "--out", tmp_path / place / "run", "--storage", tmp_path / "storage").returncode == 0
+        )
+        events = [event for _, event in read_events(tmp_path / place / "run" / "journal.db")]
+        assert {event.from_step for event in events if isinstance(event, Began)} == {0}
+    assert len(list((tmp_path / "storage").iterdir())) == 2
+    again = cli.run("resume", tmp_path / "two" / "run", "--storage", tmp_path / "storage")
+    assert again.returncode == 0
+    assert len(list((tmp_path / "storage").iterdir())) == 2
 
 
 def test_storage_that_cannot_be_written_is_told_before_anything_starts(cli, sweep_file, tmp_path):

@@ -131,9 +131,15 @@ def _no_worker_is_left(timeout_s: float = 10.0) -> bool:
     return False
 
 
-def _wait(condition: Any, process: Any, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
+def _started(cli: Any, file: Path, cluster: Any, run: Path, *, saved: int, tasks: int = 1) -> Any:
+    """A run on a cluster, when so many of its tasks have saved so many steps."""
+    where = ("--memory", "1GiB", "--cluster", f"ray={cluster.address}")
+    process = cli.start("run", file, "--no-profile", *where, "--out", run)
+    deadline_s = time.monotonic() + 90.0
+    while True:
+        with contextlib.suppress(rota.RotaError):  # before it has begun
+            if sum(task.saved_step >= saved for task in rota.open_run(run).record.tasks.values()) >= tasks:
+                return process
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -147,17 +153,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_commit_and_a_new_one_is_used
     tasks = ", ".join(f'task("t{i}", "single", 1, steps=200, lr={1e-3 * (i + 1)})' for i in range(4))
     file = _files(tmp_path, tasks)
     run = tmp_path / "ray"
-    process = cli.start(
-        "run", file, "--no-profile", "--memory", "1GiB", "--cluster", f"ray={mortal_nodes.address}", "--out", run
-    )
-
-    def far() -> bool:
-        try:
-            return max((task.saved_step for task in rota.open_run(run).record.tasks.values()), default=0) >= 10
-        except rota.RotaError:
-            return False
-
-    _wait(far, process)
+    process = _started(cli, file, mortal_nodes, run, saved=10)
     mortal_nodes.remove_node(mortal_nodes.workers[0], allow_graceful=False)
     mortal_nodes.add_node(num_cpus=1)
     out, err = process.communicate(timeout=150)
@@ -176,15 +172,7 @@ def test_a_task_that_spanned_a_lost_node_goes_on_with_fewer_devices(
 ) -> None:
     file = _files(tmp_path, 'task("wide", "data", None, steps=300, precision="float64")')
     run = tmp_path / "ray"
-    process = cli.start("run", file, "--memory", "1GiB", "--cluster", f"ray={mortal_nodes.address}", "--out", run)
-
-    def far() -> bool:
-        try:
-            return rota.open_run(run).record.tasks["wide"].saved_step >= 10
-        except rota.RotaError:
-            return False
-
-    _wait(far, process, timeout_s=120)
+    process = _started(cli, file, mortal_nodes, run, saved=10)
     before = rota.open_run(run).record.tasks["wide"].devices
     assert len(before) == 3
     lost = next(node for node in mortal_nodes.workers if any(node.node_id[:4] in device for device in before))
@@ -205,18 +193,7 @@ def test_workers_outlive_their_controller_and_the_next_one_takes_them_over(
     tasks = 'task("wide", "tensor", 2, steps=400), task("one", "single", 1, steps=400), task("last", "single", 1)'
     file = _files(tmp_path, tasks)
     run = tmp_path / "ray"
-    process = cli.start(
-        "run", file, "--no-profile", "--memory", "1GiB", "--cluster", f"ray={nodes.address}", "--out", run
-    )
-
-    def both_train() -> bool:
-        try:
-            records = rota.open_run(run).record.tasks.values()
-        except rota.RotaError:
-            return False
-        return sum(task.saved_step >= 5 for task in records) == 2
-
-    _wait(both_train, process)
+    process = _started(cli, file, nodes, run, saved=5, tasks=2)
     process.kill()
     process.communicate()
     before = {task.name: task.step for task in rota.open_run(run).record.tasks.values()}

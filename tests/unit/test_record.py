@@ -304,13 +304,6 @@ def test_what_outlived_its_controller_goes_on_running_and_the_rest_waits():
     assert record_of(RunResumed(session="s")).session == "s"
 
 
-def test_where_things_are_stored_is_remembered_unless_it_changes():
-    record = record_of(RunResumed(storage="s3://one"))
-    assert record.storage == "s3://one"
-    record.apply(RunResumed(), 99.0)
-    assert record.storage == "s3://one"
-
-
 def test_a_retried_task_starts_without_its_old_reason():
     task = task_after(LAUNCH, FAIL, RunEnded(state="incomplete"), RunResumed(retried=("a",)))
     assert (task.state, task.reason, task.traceback, task.losses) == (PENDING, "", "", 0)

@@ -48,6 +48,9 @@ _START = "from rota.runtime.worker import main; main()"
 class LocalBackend:
     """The worker processes of a cluster that is this machine."""
 
+    session = ""
+    """By which workers that outlive their controller are found again; here they end with it."""
+
     def __init__(self, cluster: Cluster) -> None:
         self._devices = {device.name: device for device in cluster.devices}
         self._workers: dict[str, Peer] = {}
@@ -55,9 +58,6 @@ class LocalBackend:
         self._signs: list[Sign] = []
         self._pools: dict[str, _Pool] = {}
         """place -> the pool that it is in"""
-
-    session = ""
-    """By which workers that outlive their controller are found again; here they end with it."""
 
     def taken_over(self) -> dict[str, tuple[str, int]]:
         """Devices whose workers outlived the controller before, and what they train: a task, and which attempt."""

@@ -81,7 +81,10 @@ class _Remote(Peer):
             self._closed_s = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether it certainly trains no more: never connected, hung up, or cut off for longer than its lease."""
+        """Whether it trains no more: never connected, hung up, or cut off for longer than its lease.
+
+        One whose connection alone was broken waits for another controller, and holds the folder of its task meanwhile.
+        """
         closed = self.socket is None or self._closed_s is not None
         return closed or time.monotonic() - self.heard_s > _CUT_OFF_S
 
@@ -274,6 +277,7 @@ class RayBackend(LocalBackend):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if len(devices) == 1:
             return ""
+        # If that keeper does not answer, its worker is lost as well, and the attempt with it.
         place = self._patiently(self._keeper(devices[0]).free_port.remote(), or_else=("", 0))
         return f"tcp://{place[0]}:{place[1]}"
 
