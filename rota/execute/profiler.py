@@ -160,10 +160,7 @@ class Profiler:
         """Look at each kind of task, and then try what matters on several devices."""
         begun_s = self._backend.now_s()
         classes = self._classes = _grouped(tasks, counts)
-        self._look_at(classes, search=False)
-        again = self._worth_searching(classes)
-        if again:
-            self._look_at(again, search=True)
+        self._look_at(classes)
         self._try_out([one for one in classes if not one.known], classes)
         self._spent_s += self._backend.now_s() - begun_s
         return self._profile()
@@ -201,13 +198,7 @@ class Profiler:
     def _profile(self) -> Profile:
         """What is known now; it is kept for later runs, too."""
         classes = self._classes
-        self._store.add(
-            {
-                one.signature: Known(counts=one.looked, estimates=one.estimates)
-                for one in classes
-                if one.changed and one.estimates
-            }
-        )
+        self._keep(classes)
         return Profile(
             estimates={task.name: one.estimates for one in classes for task in one.tasks if one.estimates},
             steps={task.name: one.steps_of(task) for one in classes for task in one.tasks if one.steps},
@@ -220,52 +211,86 @@ class Profiler:
             tried=self._tried,
         )
 
+    def _keep(self, classes: Sequence[_Class]) -> None:
+        """For later runs, and for those who look again."""
+        self._store.add(
+            {
+                one.signature: Known(counts=one.looked, estimates=one.estimates)
+                for one in classes
+                if one.changed and one.estimates
+            }
+        )
+
     # ---- looking ----
 
-    def _worth_searching(self, classes: Sequence[_Class]) -> list[_Class]:
-        """Those that one device would take long for, and that may do better on several."""
+    def _look_at(self, classes: Sequence[_Class]) -> None:
+        """At each on one device, and at those for which several may do better.
+
+        A device that finds nothing else to do searches by what is known so far, while others still look.
+        """
+        waiting = list(classes)
+        asked: dict[int, _Class] = {}
+        searched: set[str] = set()
+        done = 0
+        while not self._interrupted():
+            while self._free:
+                one = waiting.pop(0) if waiting else self._worth_searching(classes, besides=searched)
+                if one is None:
+                    break
+                search = one.steps > 0
+                if search:
+                    searched.add(one.name)
+                self._progress(f"looking at {one.name}", done, len(classes) + len(searched))
+                self._ask(one, asked, search=search)
+            if not asked:
+                break
+            for number, sign in self._hear():
+                found = asked.pop(number, None)
+                if found is not None:
+                    done += 1
+                    _take_sight(found, sign)
+                    self._keep([found])
+        self._progress("looking", done, done)
+
+    def _ask(self, one: _Class, asked: dict[int, _Class], *, search: bool) -> None:
+        """Have a device look at a class."""
+        device = self._free[0]
+        number = self._take((device,))
+        try:
+            self._backend.look(
+                device,
+                one.tasks[0],
+                number=number,
+                folder=self._folder,
+                counts=one.counts,
+                known=self._store.path,
+                alike=len(one.tasks),
+                search=search,
+            )
+            asked[number] = one
+        except Exception as error:  # it cannot be sent; its own launch will say so
+            one.failure = str(error)
+            self._release(device)
+
+    def _worth_searching(self, classes: Sequence[_Class], *, besides: Collection[str]) -> _Class | None:
+        """One that a device would take long for, and that may do better on several."""
         known = [one for one in classes if one.estimates]
-        open_ = {one.name: one for one in known if set(one.counts) - set(one.looked) and one.alone_s() > self._worth_s}
+        open_ = {
+            one.name: one
+            for one in known
+            if set(one.counts) - set(one.looked) and one.alone_s() > self._worth_s and one.name not in besides
+        }
+        if not open_:
+            return None
         if self._thorough:
-            return list(open_.values())
+            return next(iter(open_.values()))
         found = worth_searching(
             [one.alike() for one in known],
             self._nodes,
             {one.name: one.counts if one.name in open_ else () for one in known},
             objective=self._objective,
         )
-        return [open_[name] for name in found if name in open_]
-
-    def _look_at(self, classes: Sequence[_Class], *, search: bool) -> None:
-        waiting = list(classes)
-        asked: dict[int, _Class] = {}
-        while (waiting or asked) and not self._interrupted():
-            while waiting and self._free:
-                one = waiting.pop(0)
-                self._progress(f"looking at {one.name}", len(classes) - len(waiting) - len(asked) - 1, len(classes))
-                number = self._take((self._free[0],))
-                asked[number] = one
-                device = next(name for name, (its, _) in self._busy.items() if its == number)
-                try:
-                    self._backend.look(
-                        device,
-                        one.tasks[0],
-                        number=number,
-                        folder=self._folder,
-                        counts=one.counts,
-                        known=self._store.path,
-                        alike=len(one.tasks),
-                        search=search,
-                    )
-                except Exception as error:  # it cannot be sent; its own launch will say so
-                    one.failure = str(error)
-                    self._release(device)
-                    del asked[number]
-            for number, sign in self._hear():
-                found = asked.pop(number, None)
-                if found is not None:
-                    _take_sight(found, sign)
-        self._progress("looking", len(classes), len(classes))
+        return next((open_[name] for name in found if name in open_), None)
 
     # ---- trying ----
 

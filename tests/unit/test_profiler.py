@@ -173,3 +173,36 @@ def test_what_a_schedule_rests_on_is_tried_before_it_is_believed(tmp_path):
     assert [(one.devices, one.step_s, one.measured) for one in profile.estimates["a"]][1] == (2, 0.55, True)
     assert store.read()["s8"].estimates == profile.estimates["a"]
     assert profiler.try_chosen({("a", "data(2)", 2)}) is None, "it is known now"
+
+
+class Delayed(Workers):
+    """The first look at "slow" is answered only when nothing else could be asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.known_then = None
+        self._held = []
+
+    def look(self, device, task, **asked):
+        super().look(device, task, **asked)
+        if asked["search"] and task.name == "long":
+            self.known_then = EstimateStore(path=asked["known"]).read()
+        if task.name == "slow" and not asked["search"]:
+            self._held.append(self._signs.pop())
+
+    def poll(self, timeout_s):
+        signs = super().poll(timeout_s)
+        if not signs:
+            signs, self._held = self._held, []
+        return signs
+
+
+def test_an_idle_device_searches_while_another_still_looks_and_measures_nothing_twice(tmp_path):
+    workers = Delayed()
+    tasks = [task_of("slow", 1e-3, width=9, steps=1), task_of("long", 1e-3)]
+    profile, _ = profiled(workers, tasks, tmp_path)
+    assert workers.asked[:3] == [("look", "slow", False), ("look", "long", False), ("look", "long", True)]
+    assert workers.known_then["s8"].estimates == (way(1, 1.0, True),), (
+        "the second look is told what the first has found"
+    )
+    assert profile.estimates.keys() == {"slow", "long"}
