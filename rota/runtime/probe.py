@@ -44,7 +44,9 @@ _TIMED_S = 0.7
 _ENOUGH_S = 1.5
 """That is enough, however few steps it were."""
 _TOO_SLOW_S = 10.0
-"""Where the first step takes so long, it is the only one; elsewhere it does not count: it makes what others use."""
+"""Where the first step takes so long, it is the only one; elsewhere it does not count: it makes what others use,"""
+_DEAR_S, _DEAR = 1.0, 0.05
+"""unless another would be so long, and so large a part of all that the tasks alike take."""
 _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
 
@@ -65,9 +67,15 @@ class Steps:
 
 
 def timed(
-    training: Training, *, begun_s: float, watch: Watch, more: Callable[[bool], bool] = lambda wish: wish
+    training: Training,
+    *,
+    begun_s: float,
+    watch: Watch,
+    alike: int = 1,
+    more: Callable[[bool], bool] = lambda wish: wish,
 ) -> Steps:
     """The median of some steps, after the first few; `more` is asked before each, so that a gang agrees."""
+    too_slow_s = _DEAR_S if _DEAR * training.total_steps * alike < 1 else _TOO_SLOW_S
     times: list[float] = []
     start_s = 0.0
     number = 0
@@ -87,7 +95,7 @@ def timed(
         took_s = time.perf_counter() - step_begun_s
         if number == 0:
             start_s = time.perf_counter() - begun_s
-        if number >= (_WARM_UP if took_s < _SLOW_S else 1) or took_s >= _TOO_SLOW_S:
+        if number >= (_WARM_UP if took_s < _SLOW_S else 1) or took_s >= too_slow_s:
             times.append(took_s)
         number += 1
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
@@ -242,7 +250,7 @@ def _estimates(
         steps = Steps(step_s=wishes.alone.step_s, spread=wishes.alone.spread, start_s=wishes.alone.start_s)
     elif alone_bytes <= memory_bytes and not away and not spilling:
         try:
-            steps = timed(training, begun_s=begun_s, watch=watch)
+            steps = timed(training, begun_s=begun_s, watch=watch, alike=wishes.alike)
         except TaskError as error:
             if not is_out_of_memory(error.__cause__ or error):
                 raise
@@ -307,7 +315,7 @@ def _spilled(
             executor = Spilling(training.parts, batch, spill=strategy, graph=graph)
             training.adopt(executor)
             with _ending([executor], room.folder):
-                steps = timed(training, begun_s=begun_s, watch=watch)
+                steps = timed(training, begun_s=begun_s, watch=watch, alike=wishes.alike)
         except RotaError as error:
             notice(f"{strategy}: {error}")
             return []
