@@ -13,9 +13,8 @@ from rota.schedule.problem import Node, Problem, Schedule
 from rota.techniques import POOL
 
 _SPILLS = "spill"
-_SLOWER = 3.0
-"""Than alone, as measured of three tasks that wait for the disk: nothing is kept for a model in a device's memory.
-What a pool moves is not part of the forecast yet, so that this is assumed of all, and hardly any is opened."""
+_REACHED = 0.85
+"""Of what the processors or the disk could do: so much of it pools get done, as measured."""
 _START_S = 3.0
 """The processes of a pool are started for it."""
 _WORTH = 0.97
@@ -47,23 +46,27 @@ def pool_of(
     """The tasks that spill as a pool, if that is worth it; `others_s` tells what the tasks beside some take."""
     if len(nodes) != 1 or nodes[0].kind != "cpu" or len(nodes[0].devices) < 2 or problem.objective != "makespan":
         return None
-    alone_s: dict[str, float] = {}
+    found: dict[str, Estimate] = {}
     for place in schedule.placements:
         option = problem.options[place.option]
         if _SPILLS not in option.label:
             continue
         for task in option.tasks:
-            known = [one for one in estimates[task] if one.label == _SPILLS]
+            known = [one for one in estimates[task] if one.label == _SPILLS and one.compute_s]
             if known:
-                alone_s[task] = known[0].start_s + steps[task] * known[0].step_s * _SLOWER
-    if len(alone_s) < 2:
+                found[task] = known[0]
+    if len(found) < 2:
         return None
     devices = len(nodes[0].devices)
-    pool_s = _START_S * len(alone_s) / devices + max(sum(alone_s.values()) / devices, *alone_s.values())
-    whole_s = pool_s + others_s(alone_s)
+    computed_s = {task: steps[task] * one.compute_s for task, one in found.items()}
+    moved_s = {task: steps[task] * one.moves_s for task, one in found.items()}
+    # The devices compute side by side and have one disk; a task is in one place at a time.
+    work_s = max(sum(computed_s.values()) / devices, sum(moved_s.values()), *computed_s.values())
+    pool_s = sum(one.start_s + _START_S for one in found.values()) / devices + work_s / _REACHED
+    whole_s = pool_s + others_s(found)
     if whole_s > _WORTH * makespan_s:
         return None
-    return PoolChoice(tasks=tuple(alone_s), pool_s=pool_s, makespan_s=whole_s, instead_s=makespan_s)
+    return PoolChoice(tasks=tuple(found), pool_s=pool_s, makespan_s=whole_s, instead_s=makespan_s)
 
 
 class Sharing:

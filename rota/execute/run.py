@@ -129,10 +129,12 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
         session = _session(options.out) if options.out is not None and held else ""
+        # Workers that are taken over want to be heard at once, and wait longer for somebody who comes.
+        loaded = load() if session and cluster.manager != "local" else None
         backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code, session=session)))
         if options.strategy is None:
             backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
-        source = load()
+        source = loaded or load()
         source = replace(source, sweep=preflight.resolve(source.sweep, strategy=options.strategy))
         widths = preflight.widths(source.sweep, cluster)
         preflight.check(source.sweep, widths, cluster)

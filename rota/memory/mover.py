@@ -52,6 +52,12 @@ class Mover:
         """Begin to write an item; its memory stays until that is done."""
         return self._writers.submit(self._write, item, [slab])
 
+    def forget(self, item: str) -> None:
+        """Its file stays until the next commit."""
+
+    def settle(self) -> None:
+        """All that was written is on disk."""
+
     def close(self) -> None:
         """Finish what was begun."""
         self._readers.shutdown(cancel_futures=True)

@@ -127,6 +127,11 @@ class Slab:
         weakref.finalize(self._used, budget.put_back, memory, size_bytes)
 
     @property
+    def flat(self) -> torch.Tensor:
+        """All of it."""
+        return torch.frombuffer(self._used, dtype=torch.uint8)
+
+    @property
     def bytes(self) -> memoryview:
         """To be read into, or written from."""
         return memoryview(self._used).cast("B")
@@ -144,6 +149,44 @@ class Slab:
             return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
         flat: Any = torch.frombuffer(self._used, dtype=shape.dtype, count=count, offset=shape.offset_bytes)
         return torch.as_strided(flat, shape.size, shape.stride)
+
+
+class DeviceSlab(Slab):
+    """A row of bytes on a GPU: written with care, never run."""
+
+    def __init__(self, size_bytes: int, *, budget: Budget, what: str, device: torch.device) -> None:
+        self.size_bytes = size_bytes
+        budget.take(size_bytes, what)
+        try:
+            owner = _Owner(torch.empty(size_bytes, dtype=torch.uint8, device=device))
+        except BaseException:
+            budget.give(size_bytes)
+            raise
+        weakref.finalize(owner, budget.give, size_bytes)
+        # A tensor of somebody else's memory keeps its owner for as long as any tensor shares its storage.
+        self._flat = torch.as_tensor(owner, device=device)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All of it."""
+        return self._flat
+
+    def _tensor(self, shape: Shape) -> torch.Tensor:
+        made = torch.empty(0, dtype=shape.dtype, device=self._flat.device)
+        offset = shape.offset_bytes // made.element_size()
+        return made.set_(self._flat.untyped_storage(), offset, shape.size, shape.stride)
+
+
+class _Owner:
+    """Memory of a GPU that is counted until nobody uses it any more."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._memory.__cuda_array_interface__
+        return found
 
 
 def shelf_bytes(sizes_bytes: Iterable[int]) -> int:

@@ -21,8 +21,6 @@ _LEAST_MARGIN_BYTES = 24 * 2**20
 
 def check_spillable(parts: Parts, graph: Graph) -> None:
     """TaskError if it cannot be done."""
-    if parts.device.type != "cpu":
-        raise TaskError(f"spill runs on CPU devices only so far, not on {parts.device.type}; use another strategy")
     if needs_of(parts.optimizer) == "everything":
         raise TaskError(
             f"{type(parts.optimizer).__name__} may look at all parameters at once, and spill has some of them in "

@@ -30,7 +30,7 @@ def owning(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor._is_view():
         return tensor
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), *place)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)
 
 
 class SpilledSegment(SegmentRunner):
@@ -50,7 +50,7 @@ class SpilledSegment(SegmentRunner):
             if key not in kept:
                 # All of the memory, flat; while it is listed no other can be given its place.
                 kept[key] = len(tape.kept)
-                tape.kept.append(torch.empty(0, dtype=tensor.dtype).set_(storage))
+                tape.kept.append(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage))
             return _Kept(number=kept[key], size=size, stride=stride, offset=offset)
 
         def unpack(note: Dropped | _Kept) -> torch.Tensor:

@@ -19,6 +19,7 @@ from rota.memory.residency import Item, Rates
 from rota.memory.slab import Budget
 from rota.memory.spillable import check_outputs, check_spillable, margin_bytes, training_of
 from rota.memory.spilled import Spilled
+from rota.memory.staging import Far
 from rota.memory.steps import Group, SegmentSeconds, Training, groups_of
 from rota.memory.store import Store
 from rota.memory.tiers import Tiers
@@ -26,7 +27,7 @@ from rota.plan.cache import shape_of
 from rota.plan.costs import Costs
 from rota.plan.program import NodeKind, Program, Segment
 from rota.runtime.choose import graph_of
-from rota.runtime.executor import Parts, Weights, numbers_of, placed
+from rota.runtime.executor import Parts, Weights, numbers_of, on_device, placed
 from rota.runtime.gang import Gang, talking
 from rota.state import files
 from rota.state.writer import Written
@@ -87,7 +88,7 @@ class Spilling:
     ) -> None:
         """The devices of a gang have all shards each, and a part of every batch."""
         if parts.room is None:
-            raise TaskError(f"{spill} needs a CPU device of which the memory is known, and this one is {parts.device}")
+            raise TaskError(f"{spill} needs a device of which the memory is known, and of {parts.device} it is not")
         self._parts = parts
         self._gang = gang if gang is not None and gang.size > 1 else None
         self._rank = 0 if self._gang is None else self._gang.rank
@@ -95,10 +96,12 @@ class Spilling:
         self._model = parts.model
         building = parts.room.building
         building.finish(parts.model)
-        batch = placed(batch, parts)
         graph = graph or graph_of(parts, batch)
+        batch = placed(batch, parts)
         check_spillable(parts, graph)
-        self._tiers = Tiers(Store(self._room.folder / STORE_FOLDER, notice=notice), Budget(0))
+        host_bytes = self._room.host_bytes
+        far = None if host_bytes is None else Far(device=parts.device, host_bytes=host_bytes)
+        self._tiers = Tiers(Store(self._room.folder / STORE_FOLDER, notice=notice), Budget(0), far=far)
         self._tiers.store.recover()
         self._tiers.store.start_over()
         self._usual = measured_rates(self._room.folder)
@@ -112,6 +115,9 @@ class Spilling:
         self._rest = {name: one for name, one in names.items() if name not in held}
         for one in self._rest.values():
             building.release(one)
+            one.data = one.data.to(parts.device)
+        for buffer in parts.model.buffers():
+            buffer.data = buffer.data.to(parts.device)
         self._holdings = Holdings(
             self._groups,
             {name: one for name, one in names.items() if name in held},
@@ -288,7 +294,7 @@ class Spilling:
         way = self._way(batch, backward=True)
         place = number % self._training.batches
         self._enter(way, place)
-        with talking():
+        with talking(), on_device(self._parts):
             outputs = way.take([batch], place=place, number=number)
         return self._metrics(way, outputs[0])
 
@@ -307,7 +313,9 @@ class Spilling:
         found = []
         for place in range(0, len(batches), way.at_once):
             some = placed_[place : place + way.at_once]
-            found += [self._metrics(way, one) for one in way.take(some, place=place, number=number + place)]
+            with on_device(self._parts):
+                outputs = way.take(some, place=place, number=number + place)
+            found += [self._metrics(way, one) for one in outputs]
         return found
 
     def _metrics(self, way: Way, outputs: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -330,7 +338,7 @@ class Spilling:
         batch = placed(batch, self._parts)
         way = self._way(batch, backward=False)
         self._enter(way, 0)
-        with talking():
+        with talking(), on_device(self._parts):
             outputs = way.take([batch], place=0, number=0)
         return self._metrics(way, outputs[0])
 
@@ -373,6 +381,18 @@ class Spilling:
             else:
                 key = next(key for key, one in self._ways.items() if one is way)
                 self._ways[key] = self._spilled(made)
+
+    def in_pool(self) -> tuple[float, float]:
+        """What the latest step computed, and what the disk would work for it if shards stayed for one pass only."""
+        way, held = self._active, self._tiers.held
+        assert isinstance(way, Spilled)
+        weights = sum(held[group.weights].size_bytes for group in self._groups.values() if group.weights in held)
+        moments = sum(held[group.moments].size_bytes for group in self._groups.values() if group.moments in held)
+        batches = self._training.batches
+        waiting = (batches - 1) * weights  # gradients, of which the rest is to come
+        rates = self._rates
+        read_s = (2 * batches * weights + moments + waiting) * rates.read_byte_s
+        return sum(way.run.stage_s), read_s + (weights + moments + waiting) * rates.write_byte_s
 
     # ---- state ----
 

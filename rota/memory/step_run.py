@@ -91,6 +91,7 @@ class StepRun:
         tiers.budget.take(stage.work_bytes, stage.name)
         try:
             self._run(self._step.acts[position])
+            tiers.await_device()
         finally:
             tiers.budget.give(stage.work_bytes)
         self.stage_s[position] = time.perf_counter() - ready_s

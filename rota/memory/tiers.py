@@ -11,7 +11,8 @@ import torch
 
 from rota.memory.mover import Mover
 from rota.memory.residency import Rates
-from rota.memory.slab import Budget, Shelf, Slab
+from rota.memory.slab import Budget, DeviceSlab, Shelf, Slab
+from rota.memory.staging import Far, Staging
 from rota.memory.store import Store
 from rota.runtime.hollow import hollow_like
 
@@ -46,17 +47,24 @@ class Held:
 class Tiers:
     """Moves items, and knows where each is."""
 
-    def __init__(self, store: Store, budget: Budget) -> None:
+    def __init__(self, store: Store, budget: Budget, *, far: Far | None = None) -> None:
+        """What leaves a device that is `far` goes to its host first."""
         self.budget = budget
         self.store = store
         self.held: dict[str, Held] = {}
-        self._mover = Mover(store)
+        self._far = far
+        self._mover: Mover | Staging = Mover(store) if far is None else Staging(store, far)
         self._coming: dict[str, tuple[Future[None], Slab]] = {}
         self._unborn: dict[str, Budget] = {}
         """What is expected, and has room, and will be made by the one who needs it."""
         self._leaving: dict[str, Future[None]] = {}
         self._changed: set[str] = set()
         """What is in memory and not, or not as it is, on disk."""
+
+    def _slab(self, size_bytes: int, budget: Budget, what: str) -> Slab:
+        if self._far is not None and self._far.device.type == "cuda":
+            return DeviceSlab(size_bytes, budget=budget, what=what, device=self._far.device)
+        return Slab(size_bytes, budget=budget, what=what)
 
     def begin_load(self, item: str, *, budget: Budget | None = None) -> None:
         """Ask for an item; its memory is of another budget, if one is given."""
@@ -66,7 +74,7 @@ class Tiers:
             budget.take(held.size_bytes, item)
             self._unborn[item] = budget
             return
-        slab = Slab(held.shelf.size_bytes, budget=budget, what=item)
+        slab = self._slab(held.shelf.size_bytes, budget, item)
         self._coming[item] = (self._mover.load(item, slab, after=self._leaving.get(item)), slab)
 
     def finish_load(self, item: str) -> None:
@@ -87,7 +95,7 @@ class Tiers:
         expected = self._unborn.pop(item, None)
         if expected is not None:
             expected.give(held.size_bytes)
-        slab = Slab(shelf.size_bytes, budget=budget or expected or self.budget, what=item)
+        slab = self._slab(shelf.size_bytes, budget or expected or self.budget, item)
         for tensor, view in zip(tensors, slab.tensors(shelf), strict=True):
             view.copy_(tensor.detach())
             tensor.data = view
@@ -116,6 +124,7 @@ class Tiers:
         """Nobody needs it any more."""
         self.held[item].slab = None
         self._changed.discard(item)
+        self._mover.forget(item)
 
     def change(self, item: str) -> None:
         """What is on disk is not true any more."""
@@ -131,6 +140,10 @@ class Tiers:
 
     def flush(self) -> None:
         """Everything is on disk; what is in memory stays there."""
+        self._write_changed()
+        self._mover.settle()
+
+    def _write_changed(self) -> None:
         for item in list(self._leaving):
             self.finish_write(item)
         for item in sorted(self._changed):
@@ -140,13 +153,13 @@ class Tiers:
         self._changed.clear()
 
     def empty(self) -> None:
-        """Everything is on disk and nothing in memory."""
+        """Everything has left, and nothing is in memory."""
         for item in list(self._coming):
             self.finish_load(item)
         for item, budget in self._unborn.items():
             budget.give(self.held[item].size_bytes)
         self._unborn.clear()
-        self.flush()
+        self._write_changed()
         for item, held in self.held.items():
             if held.slab is not None:
                 self.drop(item)
@@ -163,6 +176,11 @@ class Tiers:
                 held.detach()
         for table in (self._coming, self._leaving, self._unborn, self._changed):
             table.clear()
+
+    def await_device(self) -> None:
+        """Wait until a GPU has done what it was asked: only then is it known what a stage took (never run)."""
+        if self._far is not None and self._far.device.type == "cuda":
+            torch.cuda.synchronize(self._far.device)
 
     def rates(self, usual: Rates) -> Rates:
         """What moves took so far; the usual where nothing was moved."""

@@ -34,6 +34,10 @@ class Estimate:
     """Whether it may run over several nodes."""
     technique: str = ""
     """Who executes it; empty for rota's own strategies."""
+    compute_s: float = 0.0
+    """Of a step that spills: what it does not wait for the disk. 0 if that is not known."""
+    moves_s: float = 0.0
+    """What the disk would work for a step in a pool, where shards come for each pass and leave after it."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -42,7 +46,7 @@ class Estimate:
     @classmethod
     def from_json(cls, plain: Any) -> Estimate:
         """From plain values; ValueError, KeyError or TypeError if they are not what `to_json` makes."""
-        number = {name: float(plain[name]) for name in ("step_s", "spread", "start_s")}
+        number = {name: float(plain[name]) for name in ("step_s", "spread", "start_s", "compute_s", "moves_s")}
         whole = {name: int(plain[name]) for name in ("devices", "memory_bytes")}
         words = {name: str(plain[name]) for name in ("label", "kind", "technique")}
         truth = {name: bool(plain[name]) for name in ("measured", "spans")}

@@ -15,7 +15,7 @@ from rota.cluster.device import Device
 from rota.profile.estimate import Estimate
 from rota.state.files import write_private
 
-FORMAT = 2
+FORMAT = 3
 """Of what is kept. Another number makes everything be measured again."""
 _MOST = 2000
 """Signatures; the oldest are forgotten."""

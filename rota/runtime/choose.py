@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,9 +135,10 @@ def fitted(strategy: Any, parts: Parts, gang: Gang, notice: Notice) -> Any:
 
 
 def graph_of(parts: Parts, batch: Any) -> Graph:
-    """The task's model and loss as a graph."""
-    kind = parts.device.type
-    return capture(parts.model, placed(batch, parts), lambda model, one: loss_of(parts.task, model, one, kind))
+    """The task's model and loss as a graph; a model that waits on the host of its device is captured there."""
+    where = next((parameter.device for parameter in parts.model.parameters()), parts.device)
+    batch = placed(batch, replace(parts, device=where))
+    return capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, where.type))
 
 
 def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -53,15 +54,24 @@ class Room:
     memory_bytes: int
     """Of its device."""
     before_bytes: int
-    """What the process took before."""
+    """What the process took of it before."""
     folder: Path
     """For what leaves memory."""
     building: Building
-    """Makes its model."""
+    """Makes its model, in the host's memory."""
+    host_bytes: int | None = None
+    """Of the host of a GPU, for what leaves that; None where the device has the host's own memory."""
 
     def taken_bytes(self) -> int:
         """What the process took since, beside parameters: for the graph of the model, and the user's data."""
+        if self.host_bytes is not None:
+            return max(0, device_bytes() - self.before_bytes)
         return max(0, anonymous_bytes() - self.before_bytes - self.building.here_bytes)
+
+
+def device_bytes() -> int:
+    """What this process takes of its GPU; nothing without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 class Executor(Protocol):
@@ -231,6 +241,11 @@ def check_finite(metrics: Mapping[str, float], *, kind: str, step: int) -> None:
             f"the {kind} loss became {metrics['loss']} at step {step}; try a lower learning rate, or clip_norm",
             step=step,
         )
+
+
+def on_device(parts: Parts) -> AbstractContextManager[Any]:
+    """Where tensors are made that no other says the device of. On CUDA: written with care, never run."""
+    return torch.device(parts.device) if parts.device.type == "cuda" else nullcontext()
 
 
 def placed(value: Any, parts: Parts) -> Any:

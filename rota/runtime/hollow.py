@@ -30,9 +30,14 @@ def hollow_out(model: torch.nn.Module, *, keep: set[int] = frozenset()) -> None:
 
 
 def hollow_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Pages that are mapped and never touched: the system gives them no memory, and a limit on data ignores them."""
+    """Pages that are mapped and never touched: the system gives them no memory, and a limit on data ignores them.
+
+    On a GPU, one number for all of them (never run).
+    """
     if tensor.numel() == 0:
-        return torch.empty_like(tensor, device="cpu")
+        return torch.empty_like(tensor)
+    if tensor.device.type == "cuda":
+        return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     size_bytes = tensor.numel() * tensor.element_size()
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     with warnings.catch_warnings():

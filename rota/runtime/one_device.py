@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from rota.errors import CaptureError, TaskError
-from rota.runtime.executor import Eager, Executor, Parts, Room
+from rota.runtime.executor import Eager, Executor, Parts, Room, device_bytes
 from rota.runtime.limits import anonymous_bytes
 from rota.state import files
 from rota.state.files import make_private_folder
@@ -24,6 +25,8 @@ _FOLLOWER = ".rank-"
 """With its number: where a process that follows another one has what leaves its memory."""
 TIGHT = 0.5
 """Of a device's memory: where a model with gradients and moments takes more than that, one looks before one runs."""
+_OF_HOST = 0.5
+"""Of what a host has free, for what leaves its GPUs, all of them together; as much again is for models being made."""
 
 
 def room_of(
@@ -31,7 +34,7 @@ def room_of(
 ) -> Room | None:
     """For a task that may be larger than its device."""
     may_spill = spills(task.strategy) or (task.strategy == "auto" and (gang is None or gang.size == 1))
-    if not may_spill or device.type != "cpu" or not memory_bytes:
+    if not may_spill or not memory_bytes:
         return None
     from rota.memory.building import Building
 
@@ -42,9 +45,48 @@ def room_of(
     elif gang is None or gang.size == 1:
         for left in folder.glob(f"{_FOLLOWER}*"):  # by one that was killed
             files.remove(left)
-    building = Building(folder / _BUILDING_FOLDER, budget_bytes=memory_bytes // 2)
+    far = device.type != "cpu"
+    host_bytes = int(_OF_HOST * psutil.virtual_memory().available / _gpus_of_host()) if far else None
+    making_bytes = memory_bytes if host_bytes is None else host_bytes
+    building = Building(folder / _BUILDING_FOLDER, budget_bytes=making_bytes // 2)
     building.close()  # what a killed process left
-    return Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=folder, building=building)
+    return Room(
+        memory_bytes=memory_bytes,
+        before_bytes=device_bytes() if far else anonymous_bytes(),
+        folder=folder,
+        building=building,
+        host_bytes=host_bytes,
+    )
+
+
+def _gpus_of_host() -> int:
+    """All that there are: a worker sees its own only."""
+    try:
+        return max(1, len(list(Path("/proc/driver/nvidia/gpus").iterdir())))
+    except OSError:
+        return 1
+
+
+def waits_on_host(model: torch.nn.Module, room: Room | None) -> bool:
+    """Whether a model is not to be moved to its GPU before it is known how it runs there."""
+    return room is not None and room.host_bytes is not None and not _surely_fits(model, room)
+
+
+def _surely_fits(model: torch.nn.Module, room: Room) -> bool:
+    return not room.building.away and state_bytes(model) <= TIGHT * room.memory_bytes
+
+
+def _all_of_it(parts: Parts) -> Executor:
+    """Plain PyTorch, with what may have waited on the host (never run)."""
+    if waits_on_host(parts.model, parts.room):
+        parts.model.to(parts.device)
+        for parameter, state in parts.optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[name] = value.to(parts.device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(parts.device)
+    return Eager(parts)
 
 
 def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> Executor:
@@ -55,7 +97,7 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
         from rota.memory.spilling import Spilling
 
         return Spilling(parts, batch, spill=strategy, notice=notice)
-    if room is None or (not room.building.away and state_bytes(parts.model) <= TIGHT * room.memory_bytes):
+    if room is None or _surely_fits(parts.model, room):
         return Eager(parts)
     # All that can look at a model takes a second to load, which tasks that fit need not wait for.
     from rota.runtime.choose import graph_of
@@ -67,9 +109,9 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
             raise TaskError(
                 f"the model does not fit into the memory of its device, and spill cannot run it: {error}"
             ) from error
-        return Eager(parts)
+        return _all_of_it(parts)
     if not room.building.away and alone_bytes(graph, parts) <= room.memory_bytes - room.taken_bytes():
-        return Eager(parts)
+        return _all_of_it(parts)
     from rota.memory.spilling import Spilling
     from rota.strategies.spill import spill
 

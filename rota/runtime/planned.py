@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -22,7 +21,7 @@ from rota.plan.cache import Programs
 from rota.plan.program import Program
 from rota.runtime.balancing import Balancer, Tell, Way, silent
 from rota.runtime.engine import Engine
-from rota.runtime.executor import Parts, Weights, check_gradient, loss_of, numbers_of, placed
+from rota.runtime.executor import Parts, Weights, check_gradient, loss_of, numbers_of, on_device, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.gathering import PieceOptimizer, gather
 from rota.runtime.hollow import hollow_out
@@ -203,7 +202,7 @@ class Planned:
         engine = self._engine(self._programs.of(batch), self._rest)
         engine.device.products = self._resizer
         with self._timed(engine):
-            with talking(), self._on_device():
+            with talking(), on_device(self._parts):
                 outputs = engine.run(batch, step=number)
             engine.device.hand_over_gradients(divisor=self._parts.task.accumulate)
         self._step = number // self._parts.task.accumulate + 1
@@ -295,13 +294,9 @@ class Planned:
         """One forward run."""
         batch = placed(batch, self._parts)
         engine = self._engine(self._programs.of(batch, backward=False), self._rest)
-        with talking(), self._on_device():
+        with talking(), on_device(self._parts):
             outputs = engine.run(batch)
         return self._shared(engine, outputs)
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Where tensors are made that no other says the device of. On CUDA: written with care, never run."""
-        return torch.device(self._parts.device) if self._parts.device.type == "cuda" else nullcontext()
 
     def _shared(
         self, engine: Engine, outputs: dict[str, torch.Tensor], balancer: Balancer | None = None

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -316,10 +316,12 @@ def _spilled(
             training.adopt(executor)
             with _ending([executor], room.folder):
                 steps = timed(training, begun_s=begun_s, watch=watch, alike=wishes.alike)
+                compute_s, moves_s = executor.in_pool()
         except RotaError as error:
             notice(f"{strategy}: {error}")
             return []
-        found.append(_measured(training, wishes, str(strategy), steps, wishes.memory_bytes))
+        alone = _measured(training, wishes, str(strategy), steps, wishes.memory_bytes)
+        found.append(replace(alone, compute_s=compute_s, moves_s=moves_s))
     several = [count for count in wishes.counts if count > 1]
     return found + candidates.spilled(graph, training, batch, strategy, several, steps, notice)
 

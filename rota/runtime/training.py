@@ -12,6 +12,7 @@ import torch
 from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
 from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, check_finite
+from rota.runtime.one_device import waits_on_host
 from rota.runtime.user_code import calling
 from rota.state import rng
 from rota.task import Data, Task
@@ -47,7 +48,8 @@ class Training:
                     room.building.convert(self.model, torch.float64)
                 elif task.precision == "float64":
                     self.model.double()
-                self.model.to(device)
+                if not waits_on_host(self.model, room):
+                    self.model.to(device)
                 self.model.train()
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
         with self._building:

@@ -16,7 +16,8 @@ from rota.errors import FitError, TaskError
 from rota.memory import arrange, building, spilling
 from rota.memory.residency import Rates
 from rota.memory.slab import Budget, Slab
-from rota.runtime import probe
+from rota.runtime import loop as loop_module
+from rota.runtime import one_device, probe
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Finished, Halted, Noticed
 from rota.strategies import spill
@@ -174,7 +175,7 @@ def test_fifty_steps_of_normalised_batches(tmp_path):
 @pytest.mark.parametrize("strategy", [spill(), "pool"])
 def test_a_device_of_which_the_memory_is_unknown_is_refused(strategy, tmp_path):
     strategy = rota.strategies.pool() if strategy == "pool" else strategy
-    with pytest.raises(TaskError, match="needs a CPU device of which the memory is known"):
+    with pytest.raises(TaskError, match="needs a device of which the memory is known"):
         train(gpt_task(strategy=strategy), tmp_path, Surroundings(), memory_bytes=0)
 
 
@@ -382,3 +383,18 @@ def test_a_task_that_was_thought_to_fit_and_does_not_is_offered_to_spill(tmp_pat
     )
     assert [(one.label, one.devices, one.measured) for one in sight.estimates] == [("spill", 1, True)]
     assert sight.notices == ("single: the optimizer ran out of memory",)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2**18, 2**30], ids=["no host", "a small host", "a large host"])
+def test_by_way_of_a_host_it_equals_the_plain_loop(host_bytes, tmp_path, monkeypatch):
+    """As on a GPU, with the host in its place: through a validation, a halt and what was saved."""
+    room_of = one_device.room_of
+    monkeypatch.setattr(
+        loop_module, "room_of", lambda *given, **named: replace(room_of(*given, **named), host_bytes=host_bytes)
+    )
+    task = gpt_task(strategy=spill(shards=4, activations="spill"), accumulate=2, steps=12)
+    surroundings = Surroundings(halt_after=7)
+    assert isinstance(train(task, tmp_path, surroundings), Halted)
+    surroundings.halt_after = None
+    assert isinstance(train(task, tmp_path, surroundings, attempt=2), Finished)
+    assert_equals_plain(task, tmp_path, surroundings.rows)

@@ -1,8 +1,9 @@
 """When tasks share devices shard by shard, and the policy that lets them."""
 
+from dataclasses import replace
+
 import pytest
 
-from rota.execute import pools
 from rota.execute.policy import Launch, OpenPool, View, Waiting
 from rota.execute.pools import Sharing, pool_of
 from rota.execute.record import RunRecord, TaskRecord
@@ -13,15 +14,17 @@ from rota.schedule.replan import Left, problem_of
 from rota.schedule.solve import Limit, solve
 
 
-@pytest.fixture(autouse=True)
-def hardly_slower(monkeypatch):
-    """As where tasks compute for longer than they move."""
-    monkeypatch.setattr(pools, "_SLOWER", 1.1)
-
-
-def estimate(label, step_s, devices=1):
+def estimate(label, step_s, moves_s=0.0):
     return Estimate(
-        label=label, kind="cpu", devices=devices, step_s=step_s, spread=0.1, memory_bytes=1, measured=True, start_s=0.0
+        label=label,
+        kind="cpu",
+        devices=1,
+        step_s=step_s,
+        spread=0.1,
+        memory_bytes=1,
+        measured=True,
+        compute_s=step_s,
+        moves_s=moves_s,
     )
 
 
@@ -48,15 +51,25 @@ def chosen(tasks, *, devices=2, kind="cpu", objective="makespan"):
     )
 
 
-def spills(step_s):
-    return [estimate("spill", step_s)]
+def spills(step_s, moves_s=0.0):
+    return [estimate("spill", step_s, moves_s)]
 
 
 def test_three_on_two_devices_are_a_pool():
     found = chosen({name: spills(2.0) for name in "abc"})
     assert set(found.tasks) == set("abc")
     assert found.instead_s == pytest.approx(400, rel=1e-3)
-    assert 300 < found.makespan_s < 340
+    assert 300 < found.makespan_s < 380
+
+
+@pytest.mark.parametrize(("moves_s", "worth"), [(0.5, True), (1.2, False)])
+def test_tasks_that_would_wait_for_their_disk_are_none(moves_s, worth):
+    assert (chosen({name: spills(2.0, moves_s) for name in "abc"}) is not None) == worth
+
+
+def test_tasks_of_which_it_is_not_known_what_they_move_are_none():
+    ways = [replace(estimate("spill", 2.0), compute_s=0.0)]
+    assert chosen(dict.fromkeys("abc", ways)) is None
 
 
 def test_what_is_even_without_it_is_none():

@@ -52,13 +52,22 @@ class Keeper:
         self._output: IO[bytes] | None = None
         self._line: socket.socket | None = None
         self._called_s = time.monotonic()
+        self._raylet = os.getppid()
         threading.Thread(target=self._end_when_forgotten, daemon=True).start()
 
     def _end_when_forgotten(self) -> None:
-        """A worker whose controller has ended waits for another, and ends; so does this."""
+        """A worker whose controller has ended waits for another, and ends; so does this.
+
+        Without the raylet of its node Ray takes this actor for dead, and nobody can reach it any more: both end at
+        once, so that the worker's task goes on elsewhere.
+        """
         while True:
             time.sleep(1.0)
             process = self._process
+            if os.getppid() != self._raylet:
+                if process is not None:
+                    end_process(process)
+                self._vanish()
             if process is not None and process.poll() is None:
                 self._called_s = time.monotonic()
             elif time.monotonic() - self._called_s > ORPHAN_S:
