@@ -140,6 +140,8 @@ class Spilling:
             self._ways[key] = way
         self._active: Way | None = None
         self._steps = 0
+        self._computed_s = 0.0
+        """What the stages of the latest step took, without what they waited for."""
         notice(first.told)
 
     # ---- how batches of each shape are run ----
@@ -330,6 +332,8 @@ class Spilling:
     def update(self) -> None:
         """All groups were updated on the way; what that took is looked at."""
         self._steps += 1
+        if isinstance(self._active, Spilled):
+            self._computed_s = sum(self._active.run.stage_s)
         if self._steps == _MEASURED_STEPS:
             self._look_again()
 
@@ -384,15 +388,14 @@ class Spilling:
 
     def in_pool(self) -> tuple[float, float]:
         """What the latest step computed, and what the disk would work for it if shards stayed for one pass only."""
-        way, held = self._active, self._tiers.held
-        assert isinstance(way, Spilled)
+        held = self._tiers.held
         weights = sum(held[group.weights].size_bytes for group in self._groups.values() if group.weights in held)
         moments = sum(held[group.moments].size_bytes for group in self._groups.values() if group.moments in held)
         batches = self._training.batches
         waiting = (batches - 1) * weights  # gradients, of which the rest is to come
         rates = self._rates
         read_s = (2 * batches * weights + moments + waiting) * rates.read_byte_s
-        return sum(way.run.stage_s), read_s + (weights + moments + waiting) * rates.write_byte_s
+        return self._computed_s, read_s + (weights + moments + waiting) * rates.write_byte_s
 
     # ---- state ----
 

@@ -383,6 +383,8 @@ def test_a_task_that_was_thought_to_fit_and_does_not_is_offered_to_spill(tmp_pat
     )
     assert [(one.label, one.devices, one.measured) for one in sight.estimates] == [("spill", 1, True)]
     assert sight.notices == ("single: the optimizer ran out of memory",)
+    assert 0 < sight.estimates[0].compute_s < sight.estimates[0].step_s * 1.5
+    assert sight.estimates[0].moves_s > 0
 
 
 @pytest.mark.parametrize("host_bytes", [0, 2**18, 2**30], ids=["no host", "a small host", "a large host"])
