@@ -275,6 +275,7 @@ class RayBackend(LocalBackend):
 
     def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        super()._meeting(devices, folder, attempt)  # one device meets itself in a file, as anywhere
         if len(devices) == 1:
             return ""
         # If that keeper does not answer, its worker is lost as well, and the attempt with it.
