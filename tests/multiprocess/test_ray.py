@@ -259,3 +259,14 @@ def test_without_a_cluster_at_the_address_it_is_said(cli: Any, tmp_path: Path) -
     done = cli.run("run", file, "--cluster", "slurm", timeout=60)
     assert done.returncode == 2
     assert "--cluster can be ray" in done.stderr
+
+
+def test_meeting_files_of_killed_processes_go_before_the_next_attempt(tmp_path):
+    """One device meets itself in a file of the task's folder."""
+    from rota.execute.backends.ray import RayBackend
+
+    folder = tmp_path / "tasks" / "wide"
+    folder.mkdir(parents=True)
+    (folder / "gang-3").write_text("")
+    assert RayBackend._meeting(object.__new__(RayBackend), ["cpu:0"], folder, 4) == ""
+    assert list(folder.iterdir()) == []
