@@ -49,6 +49,7 @@ class Setting:
     steps: int
     memory_bytes: int = 0
     folder: str = "."
+    lr: float = 1e-3
 
     def model(self) -> GPT:
         """Made anew."""
@@ -65,6 +66,10 @@ class Setting:
         with torch.device("meta"):
             return 16 * sum(one.numel() for one in self.model().parameters())
 
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Of all arms."""
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, fused=True)
+
     def task(self) -> Task:
         """For rota."""
         return Task(
@@ -72,15 +77,10 @@ class Setting:
             model=self.model,
             data=lambda: Data(train=(self.batch(number) for number in range(self.steps))),
             loss=loss_of,
-            optimizer=optimizer_of,
+            optimizer=self.optimizer,
             steps=self.steps,
             strategy=spill(activations="recompute") if self.arm == "recompute_only" else spill(),
         )
-
-
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The fastest that PyTorch has."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def in_memory(setting: Setting) -> Step:
     """Plain PyTorch with all the memory it wants."""
     torch.manual_seed(0)
     model = setting.model()
-    optimizer = optimizer_of(model)
+    optimizer = setting.optimizer(model)
 
     def step(batch: torch.Tensor) -> float:
         optimizer.zero_grad()
@@ -129,7 +129,7 @@ def mapped(setting: Setting) -> Step:
     model.head.weight = model.tokens.weight
     for parameter in model.parameters():  # values do not matter for how long it takes
         torch.nn.init.normal_(parameter, std=0.02)
-    optimizer = optimizer_of(model)
+    optimizer = setting.optimizer(model)
     for parameter in model.parameters():
         parameter.grad = empty(parameter.shape)
         moments = {"exp_avg": empty(parameter.shape), "exp_avg_sq": empty(parameter.shape)}
