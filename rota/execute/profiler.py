@@ -107,10 +107,12 @@ class _Class:
         alone = [one.step_s for one in self.estimates if one.devices == 1]
         return min(alone) * self.steps if alone else 0.0
 
-    def alike(self) -> Alike:
-        """As `worth` sees it."""
-        steps = {task.name: self.steps_of(task) for task in self.tasks}
-        return Alike(name=self.name, steps=steps, estimates=self.estimates)
+    def alike(self, *, instead_of: _Class | None = None) -> Alike:
+        """As `worth` sees it, or another one of which nothing is known yet."""
+        one = instead_of or self
+        return Alike(
+            name=one.name, steps={task.name: self.steps_of(task) for task in one.tasks}, estimates=self.estimates
+        )
 
     def steps_of(self, task: Task) -> int:
         first = self.tasks[0]
@@ -273,24 +275,24 @@ class Profiler:
             self._release(device)
 
     def _worth_searching(self, classes: Sequence[_Class], *, besides: Collection[str]) -> _Class | None:
-        """One that a device would take long for, and that may do better on several."""
+        """One that a device would take long for, and that may do better on several.
+
+        Those that are still looked at are thought to be like the others.
+        """
         known = [one for one in classes if one.estimates]
-        open_ = {
-            one.name: one
-            for one in known
-            if set(one.counts) - set(one.looked) and one.alone_s() > self._worth_s and one.name not in besides
-        }
-        if not open_:
-            return None
-        if self._thorough:
-            return next(iter(open_.values()))
+        open_ = {one.name: one for one in known if set(one.counts) - set(one.looked) and one.alone_s() > self._worth_s}
+        ours = [one for name, one in open_.items() if name not in besides]
+        if not ours or self._thorough:
+            return ours[0] if ours else None
+        middle = sorted(known, key=_Class.alone_s)[len(known) // 2]
+        unknown = [one for one in classes if not one.estimates and not one.failure]
         found = worth_searching(
-            [one.alike() for one in known],
+            [one.alike() for one in known] + [middle.alike(instead_of=one) for one in unknown],
             self._nodes,
-            {one.name: one.counts if one.name in open_ else () for one in known},
+            {one.name: one.counts if one.name in open_ else () for one in classes},
             objective=self._objective,
         )
-        return next((open_[name] for name in found if name in open_), None)
+        return next((open_[name] for name in found if name in open_ and name not in besides), None)
 
     # ---- trying ----
 

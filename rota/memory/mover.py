@@ -53,7 +53,7 @@ class Mover:
         return self._writers.submit(self._write, item, [slab])
 
     def forget(self, item: str) -> None:
-        """Its file stays until the next commit."""
+        """Its file stays, for when it is written anew."""
 
     def settle(self) -> None:
         """All that was written is on disk."""

@@ -389,13 +389,15 @@ class Spilling:
     def in_pool(self) -> tuple[float, float]:
         """What the latest step computed, and what the disk would work for it if shards stayed for one pass only."""
         held = self._tiers.held
-        weights = sum(held[group.weights].size_bytes for group in self._groups.values() if group.weights in held)
-        moments = sum(held[group.moments].size_bytes for group in self._groups.values() if group.moments in held)
-        batches = self._training.batches
-        waiting = (batches - 1) * weights  # gradients, of which the rest is to come
+        groups = [group for group in self._groups.values() if group.weights in held]
+        weights = sum(held[group.weights].size_bytes for group in groups)
+        trained = sum(held[group.weights].size_bytes for group in groups if group.trained)
+        moments = sum(held[group.moments].size_bytes for group in groups if group.moments in held)
+        batches, clipped = self._training.batches, self._training.clipped
+        waiting = (batches - 1 + clipped) * trained  # gradients, for other batches or for the norm of all
         rates = self._rates
-        read_s = (2 * batches * weights + moments + waiting) * rates.read_byte_s
-        return self._computed_s, read_s + (weights + moments + waiting) * rates.write_byte_s
+        read_s = (2 * batches * weights + clipped * trained + moments + waiting) * rates.read_byte_s
+        return self._computed_s, read_s + (trained + moments + waiting) * rates.write_byte_s
 
     # ---- state ----
 

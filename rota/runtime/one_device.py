@@ -26,7 +26,7 @@ _FOLLOWER = ".rank-"
 TIGHT = 0.5
 """Of a device's memory: where a model with gradients and moments takes more than that, one looks before one runs."""
 _OF_HOST = 0.5
-"""Of what a host has free, for what leaves its GPUs, all of them together; as much again is for models being made."""
+"""Of what a host has free, for what leaves its GPUs, together; half as much again is for models being made."""
 
 
 def room_of(

@@ -45,8 +45,8 @@ _ENOUGH_S = 1.5
 """That is enough, however few steps it were."""
 _TOO_SLOW_S = 10.0
 """Where the first step takes so long, it is the only one; elsewhere it does not count: it makes what others use,"""
-_DEAR_S, _DEAR = 1.0, 0.05
-"""unless another would be so long, and so large a part of all that the tasks alike take."""
+_DEAR_S, _DEAR = 2.0, 0.05
+"""unless it took so long, and another one would be so large a part of all that the tasks alike take."""
 _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
 
@@ -71,18 +71,23 @@ def timed(
     *,
     begun_s: float,
     watch: Watch,
-    alike: int = 1,
+    alike: int | None = None,
     more: Callable[[bool], bool] = lambda wish: wish,
 ) -> Steps:
-    """The median of some steps, after the first few; `more` is asked before each, so that a gang agrees."""
-    too_slow_s = _DEAR_S if _DEAR * training.total_steps * alike < 1 else _TOO_SLOW_S
+    """The median of some steps, after the first few; `more` is asked before each, so that a gang agrees.
+
+    `alike` is for how many tasks it is measured, if that matters.
+    """
+    dear = alike is not None and _DEAR * training.total_steps * alike < 1
+    too_slow_s = _DEAR_S if dear else _TOO_SLOW_S
+    enough_s = _ENOUGH_S
     times: list[float] = []
     start_s = 0.0
     number = 0
     while True:
         spent_s = sum(times)
         wish = not times or not (
-            len(times) >= _MOST or (len(times) >= _LEAST and spent_s >= _TIMED_S) or spent_s >= _ENOUGH_S
+            len(times) >= _MOST or (len(times) >= _LEAST and spent_s >= _TIMED_S) or spent_s >= enough_s
         )
         if not more(wish):
             break
@@ -95,6 +100,8 @@ def timed(
         took_s = time.perf_counter() - step_begun_s
         if number == 0:
             start_s = time.perf_counter() - begun_s
+            if took_s >= too_slow_s:
+                enough_s = 0.0  # it is the only one: no other is like it
         if number >= (_WARM_UP if took_s < _SLOW_S else 1) or took_s >= too_slow_s:
             times.append(took_s)
         number += 1

@@ -206,3 +206,46 @@ def test_an_idle_device_searches_while_another_still_looks_and_measures_nothing_
         "the second look is told what the first has found"
     )
     assert profile.estimates.keys() == {"slow", "long"}
+
+
+def test_searches_go_side_by_side_where_both_matter(tmp_path):
+    """That one is under way does not make another one useless."""
+
+    class Slow(Workers):
+        def look(self, device, task, **asked):
+            super().look(device, task, **asked)
+            if asked["search"]:
+                self.searching = [*getattr(self, "searching", []), self._signs.pop()]
+
+        def poll(self, timeout_s):
+            signs = super().poll(timeout_s)
+            if not signs and getattr(self, "searching", []):
+                self.together = max(getattr(self, "together", 0), len(self.searching))
+                signs, self.searching = self.searching, []
+            return signs
+
+    workers = Slow()
+    devices = tuple(Device(index=i, kind="cpu", memory_bytes=1, cores=(i,)) for i in range(4))
+    nodes = (Node(name="n", kind="cpu", devices=tuple(one.name for one in devices)),)
+    store = EstimateStore(path=tmp_path / "steps.json")
+    profiler = Profiler(backend=workers, devices=devices, nodes=nodes, folder=tmp_path, store=store)
+    profiler.run([task_of("a", 1e-3), task_of("b", 1e-3, width=9)], lambda task: (1, 2, 4))
+    assert workers.together == 2
+
+
+def test_what_does_not_matter_beside_those_still_looked_at_is_not_searched_for(tmp_path):
+    """Eight tasks alike in length have a device each: the first that is known is no reason to cut it."""
+
+    class OneByOne(Workers):
+        def poll(self, timeout_s):
+            signs = super().poll(timeout_s)
+            self._signs = signs[1:]
+            return signs[:1]
+
+    workers = OneByOne()
+    devices = tuple(Device(index=i, kind="cpu", memory_bytes=1, cores=(i,)) for i in range(8))
+    nodes = (Node(name="n", kind="cpu", devices=tuple(one.name for one in devices)),)
+    store = EstimateStore(path=tmp_path / "steps.json")
+    profiler = Profiler(backend=workers, devices=devices, nodes=nodes, folder=tmp_path, store=store)
+    profiler.run([task_of(f"t{i}", 1e-3, width=8 + i) for i in range(8)], lambda task: (1, 2, 4, 8))
+    assert not [one for one in workers.asked if one[0] == "look" and one[2]]
