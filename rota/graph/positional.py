@@ -89,7 +89,9 @@ def compute(
         kwargs = {name: one for name, one in op.kwargs.items() if name in ("dtype", "device")}
         if place.plain:
             return (getattr(torch, op.kind)(shape, **kwargs),)
-        numbers = uniform(_op_key(place.key, salt), sizes, moved(place), kwargs.get("device") or torch.device("cpu"))
+        numbers = uniform(
+            _op_key(place.key, salt), sizes, moved(place), kwargs.get("device") or torch.get_default_device()
+        )
         if op.kind == "randn":  # Box and Muller
             other = uniform(_op_key(place.key, salt + 1), sizes, moved(place), numbers.device)
             numbers = torch.sqrt(-2 * torch.log1p(-numbers)) * torch.cos(2 * math.pi * other)

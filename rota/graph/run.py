@@ -36,7 +36,10 @@ def run_graph(graph: Graph, state: Mapping[str, torch.Tensor], batch: Any) -> di
 def run_op(op: Op, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """What an op makes of the values it reads."""
     args, kwargs = op.bind(values.__getitem__)
-    cast = torch.autocast("cpu", dtype=getattr(torch, op.autocast)) if op.autocast else contextlib.nullcontext()
+    cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if op.autocast:
+        kind = next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
+        cast = torch.autocast(kind, dtype=getattr(torch, op.autocast))
     with torch.set_grad_enabled(op.with_grad and torch.is_grad_enabled()), cast:
         result = overload(op.target)(*args, **kwargs)
     return tuple(result) if isinstance(result, tuple | list) else (result,)

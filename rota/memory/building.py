@@ -84,7 +84,10 @@ class Building:
             return made
 
         model._apply(converted)  # type: ignore[no-untyped-call]
-        # What they were before is nobody's any more.
+        self.forget_others(model)
+
+    def forget_others(self, model: torch.nn.Module) -> None:
+        """Let go of what is no parameter's memory any more."""
         used = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         for key in [key for key in self._known if key not in used]:
             _, size = self._known.pop(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import threading
 import weakref
@@ -163,18 +164,25 @@ class DeviceSlab(Slab):
             budget.give(size_bytes)
             raise
         weakref.finalize(owner, budget.give, size_bytes)
-        # A tensor of somebody else's memory keeps its owner for as long as any tensor shares its storage.
-        self._flat = torch.as_tensor(owner, device=device)
+        self._owner = owner
+
+    def _part(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """With a storage of its own: what segments keep counts from its beginning."""
+        # A tensor of somebody else's memory keeps that one for as long as any tensor shares its storage.
+        made: torch.Tensor = torch.as_tensor(_Part(self._owner, offset_bytes, size_bytes), device=self._owner.device)
+        return made
 
     @property
     def flat(self) -> torch.Tensor:
         """All of it."""
-        return self._flat
+        return self._part(0, self.size_bytes)
 
     def _tensor(self, shape: Shape) -> torch.Tensor:
-        made = torch.empty(0, dtype=shape.dtype, device=self._flat.device)
-        offset = shape.offset_bytes // made.element_size()
-        return made.set_(self._flat.untyped_storage(), offset, shape.size, shape.stride)
+        count = math.prod(shape.size)
+        if count == 0:
+            return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=self._owner.device)
+        flat = self._part(shape.offset_bytes, count * shape.dtype.itemsize)
+        return torch.as_strided(flat.view(shape.dtype), shape.size, shape.stride)
 
 
 class _Owner:
@@ -182,11 +190,21 @@ class _Owner:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self.device = memory.device
+        self.address = memory.data_ptr()
+
+
+class _Part:
+    """A part of it, as other libraries describe theirs to PyTorch."""
+
+    def __init__(self, owner: _Owner, offset_bytes: int, size_bytes: int) -> None:
+        self._owner = owner
+        self._address = owner.address + offset_bytes
+        self._size_bytes = size_bytes
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._memory.__cuda_array_interface__
-        return found
+        return {"shape": (self._size_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 2}
 
 
 def shelf_bytes(sizes_bytes: Iterable[int]) -> int:

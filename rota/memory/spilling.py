@@ -27,7 +27,7 @@ from rota.plan.cache import shape_of
 from rota.plan.costs import Costs
 from rota.plan.program import NodeKind, Program, Segment
 from rota.runtime.choose import graph_of
-from rota.runtime.executor import Parts, Weights, numbers_of, on_device, placed
+from rota.runtime.executor import Parts, Weights, free_device_bytes, numbers_of, on_device, placed
 from rota.runtime.gang import Gang, talking
 from rota.state import files
 from rota.state.writer import Written
@@ -127,6 +127,7 @@ class Spilling:
             clip_norm=parts.task.clip_norm,
         )
         self._holdings.settle(building.release)
+        self._bring_the_rest()
         building.close()
         self._graph = graph
         self._ways: dict[Any, Way] = {}
@@ -143,6 +144,19 @@ class Spilling:
         self._computed_s = 0.0
         """What the stages of the latest step took, without what they waited for."""
         notice(first.told)
+
+    def _bring_the_rest(self) -> None:
+        """To a GPU: what is in no item, and may have been loaded while its parameter was on the host (never run)."""
+        device = self._parts.device
+        for group in self._parts.optimizer.param_groups:
+            beside = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.device.type != device.type:
+                    parameter.grad = parameter.grad.to(device)
+                state = self._parts.optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and (value.dim() > 0 or beside):
+                        state[key] = value.to(device)
 
     # ---- how batches of each shape are run ----
 
@@ -217,8 +231,12 @@ class Spilling:
             raise TaskError(self._too_small(error, budget_bytes)) from error
 
     def _budget_bytes(self) -> int:
-        """What the device has, without what the process took since."""
-        return max(0, self._room.memory_bytes - self._room.taken_bytes() - margin_bytes(self._room.memory_bytes))
+        """What the device has, without what the process took since, and what others took of a GPU."""
+        left_bytes = self._room.memory_bytes - self._room.taken_bytes()
+        free_bytes = free_device_bytes() if self._room.host_bytes is not None else None
+        if free_bytes is not None:
+            left_bytes = min(left_bytes, free_bytes)
+        return max(0, left_bytes - margin_bytes(self._room.memory_bytes))
 
     def _too_small(self, error: FitError, budget_bytes: int) -> str:
         if error.needed_bytes is None:

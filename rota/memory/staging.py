@@ -58,6 +58,7 @@ class Staging:
         """Finish what was begun."""
         self._loaders.shutdown(cancel_futures=True)
         self._savers.shutdown()
+        self._host.close()
 
     # Given in boxes, as in `Mover`.
 
@@ -156,15 +157,31 @@ class Host:
             for item in sorted(self._changed):
                 self._write(item)
 
+    def close(self) -> None:
+        """Let go of everything; pinned memory goes back to the system."""
+        with self._lock:
+            self._copies.clear()
+        if self._pinned and hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()
+
     def _made(self, size_bytes: int) -> torch.Tensor:
         self._take_away_what_is_over()
-        while self._copies and sum(map(len, self._copies.values())) + size_bytes > self._room_bytes:
+        while self._copies and sum(map(self._taken_bytes, self._sizes(size_bytes))) > self._room_bytes:
             oldest = next(iter(self._copies))
             if oldest in self._changed:
                 self._write(oldest)
             del self._copies[oldest]
-        whole = torch.empty(size_bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned)
+        if self._pinned:  # which begins with a page
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        whole = torch.empty(size_bytes + ALIGNMENT, dtype=torch.uint8)
         return whole[-whole.data_ptr() % ALIGNMENT :][:size_bytes]
+
+    def _sizes(self, another: int) -> list[int]:
+        return [another, *map(len, self._copies.values())]
+
+    def _taken_bytes(self, size_bytes: int) -> int:
+        """PyTorch takes pinned memory in powers of two."""
+        return 1 << (size_bytes - 1).bit_length() if self._pinned else size_bytes
 
     def _write(self, item: str) -> None:
         self._store.write(item, _view(self._copies[item]))

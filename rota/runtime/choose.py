@@ -12,6 +12,7 @@ from rota.calibrate.clocks import product_s, timer_of
 from rota.calibrate.known import Links, Store
 from rota.calibrate.links import measure_links_within
 from rota.errors import CaptureError, RotaError
+from rota.graph.anywhere import anywhere
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
 from rota.plan.simulate import Simulation
@@ -138,7 +139,8 @@ def graph_of(parts: Parts, batch: Any) -> Graph:
     """The task's model and loss as a graph; a model that waits on the host of its device is captured there."""
     where = next((parameter.device for parameter in parts.model.parameters()), parts.device)
     batch = placed(batch, replace(parts, device=where))
-    return capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, where.type))
+    graph = capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, where.type))
+    return anywhere(graph) if parts.device.type == "cuda" else graph
 
 
 def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice) -> str:

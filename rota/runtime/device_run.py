@@ -147,7 +147,8 @@ class DeviceRun:
 
     def begin(self, batch: Any, *, step: int) -> None:
         """Take the batch of a step."""
-        self._free = dict(self._graph.constants)
+        here = torch.get_default_device()  # which is the GPU while one runs
+        self._free = {name: one.to(here) for name, one in self._graph.constants.items()}
         for name, leaf in zip(self._graph.inputs, tensors_of(batch, self._graph.batch), strict=True):
             if tuple(leaf.shape) != self._graph.tensors[name].shape:
                 raise InputError(

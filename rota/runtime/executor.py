@@ -69,6 +69,14 @@ class Room:
         return max(0, anonymous_bytes() - self.before_bytes - self.building.here_bytes)
 
 
+def free_device_bytes() -> int | None:
+    """What this process can still take of its GPU; None without one (never run)."""
+    if not torch.cuda.is_available():
+        return None
+    free_bytes: int = torch.cuda.mem_get_info()[0]
+    return free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def device_bytes() -> int:
     """What this process takes of its GPU; nothing without one."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

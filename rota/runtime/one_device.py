@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from rota.cluster.discover import memory_limit_bytes
 from rota.errors import CaptureError, TaskError
 from rota.runtime.executor import Eager, Executor, Parts, Room, device_bytes
 from rota.runtime.limits import anonymous_bytes
@@ -46,7 +47,7 @@ def room_of(
         for left in folder.glob(f"{_FOLLOWER}*"):  # by one that was killed
             files.remove(left)
     far = device.type != "cpu"
-    host_bytes = int(_OF_HOST * psutil.virtual_memory().available / _gpus_of_host()) if far else None
+    host_bytes = int(_OF_HOST * _host_free_bytes() / _gpus_of_host()) if far else None
     making_bytes = memory_bytes if host_bytes is None else host_bytes
     building = Building(folder / _BUILDING_FOLDER, budget_bytes=making_bytes // 2)
     building.close()  # what a killed process left
@@ -57,6 +58,10 @@ def room_of(
         building=building,
         host_bytes=host_bytes,
     )
+
+
+def _host_free_bytes() -> int:
+    return min(psutil.virtual_memory().available, memory_limit_bytes())
 
 
 def _gpus_of_host() -> int:
@@ -76,16 +81,18 @@ def _surely_fits(model: torch.nn.Module, room: Room) -> bool:
     return not room.building.away and state_bytes(model) <= TIGHT * room.memory_bytes
 
 
-def _all_of_it(parts: Parts) -> Executor:
-    """Plain PyTorch, with what may have waited on the host (never run)."""
-    if waits_on_host(parts.model, parts.room):
+def is_elsewhere(parts: Parts) -> bool:
+    """Whether the model waits on the host of its device."""
+    return any(parameter.device.type != parts.device.type for parameter in parts.model.parameters())
+
+
+def plainly(parts: Parts) -> Executor:
+    """Plain PyTorch, with what may have waited on the host (on a GPU: never run)."""
+    if is_elsewhere(parts):
         parts.model.to(parts.device)
-        for parameter, state in parts.optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    state[name] = value.to(parts.device)
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(parts.device)
+        parts.optimizer.load_state_dict(parts.optimizer.state_dict())  # puts each value where it belongs
+        if parts.room is not None:
+            parts.room.building.forget_others(parts.model)
     return Eager(parts)
 
 
@@ -98,7 +105,7 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
 
         return Spilling(parts, batch, spill=strategy, notice=notice)
     if room is None or _surely_fits(parts.model, room):
-        return Eager(parts)
+        return plainly(parts)
     # All that can look at a model takes a second to load, which tasks that fit need not wait for.
     from rota.runtime.choose import graph_of
 
@@ -109,9 +116,9 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
             raise TaskError(
                 f"the model does not fit into the memory of its device, and spill cannot run it: {error}"
             ) from error
-        return _all_of_it(parts)
+        return plainly(parts)
     if not room.building.away and alone_bytes(graph, parts) <= room.memory_bytes - room.taken_bytes():
-        return _all_of_it(parts)
+        return plainly(parts)
     from rota.memory.spilling import Spilling
     from rota.strategies.spill import spill
 

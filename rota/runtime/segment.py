@@ -16,6 +16,8 @@ from rota.plan.program import Segment
 from rota.runtime.generate import generate, is_random_segment
 from rota.runtime.trial import Trial
 
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
+
 
 @dataclass(kw_only=True)
 class Tape:
@@ -29,8 +31,8 @@ class Tape:
     """Of the entries, for gradients that turn out to be zero."""
     returned: Sequence[torch.Tensor | None] = ()
     """The entries that were dropped, back for the backward run."""
-    generator: torch.Tensor | None = None
-    """The state of PyTorch's generator before the run, if it is to be repeated."""
+    generator: RandomState | None = None
+    """The state of PyTorch's generators before the run, if it is to be repeated."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """What the run made and the backward pass needs, where somebody wants to move it; else autograd holds it."""
 
@@ -80,7 +82,7 @@ class SegmentRunner:
             with torch.no_grad():
                 return self._run(list(values), place), None
         if segment.recompute:
-            tape = Tape(entries=[], generator=torch.get_rng_state() if place.plain else None)
+            tape = Tape(entries=[], generator=_random_state() if place.plain else None)
             with torch.no_grad():
                 return self._run(list(values), place), tape
         tape, outputs = self._record(values, place)
@@ -188,14 +190,26 @@ class SegmentRunner:
 
 
 @contextlib.contextmanager
-def _generator(state: torch.Tensor | None) -> Any:
-    """PyTorch's generator as it was, for as long as this lasts."""
+def _generator(state: RandomState | None) -> Any:
+    """PyTorch's generators as they were, for as long as this lasts."""
     if state is None:
         yield
         return
-    before = torch.get_rng_state()
-    torch.set_rng_state(state)
+    before = _random_state()
+    _set_random_state(state)
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        _set_random_state(before)
+
+
+def _random_state() -> RandomState:
+    """Of the host's generator, and of the GPU's while one runs (never run)."""
+    on_gpu = torch.get_default_device().type == "cuda"
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+
+
+def _set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

@@ -12,7 +12,7 @@ import torch
 from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
 from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, check_finite
-from rota.runtime.one_device import waits_on_host
+from rota.runtime.one_device import is_elsewhere, plainly, waits_on_host
 from rota.runtime.user_code import calling
 from rota.state import rng
 from rota.task import Data, Task
@@ -50,6 +50,8 @@ class Training:
                     self.model.double()
                 if not waits_on_host(self.model, room):
                     self.model.to(device)
+                    if room is not None and device.type != "cpu":
+                        room.building.forget_others(self.model)
                 self.model.train()
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
         with self._building:
@@ -66,7 +68,7 @@ class Training:
                 torch.optim.lr_scheduler.LRScheduler,
             )
         self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device, room=room)
-        self._choose: Choose = choose or (lambda parts, batch: Eager(parts))
+        self._choose: Choose = choose or (lambda parts, batch: plainly(parts))
         self._run: Executor | None = None
         with calling("the data factory"):
             self.cursor: Cursor = training_cursor(self.data, seed=task.seed)
@@ -188,7 +190,8 @@ class Training:
     @property
     def _executor(self) -> Executor:
         """What runs batches; before the first training batch that is plain PyTorch, in every process."""
-        if self._run is None and self.parts.room is not None and self.parts.room.building.away:
+        room = self.parts.room
+        if self._run is None and room is not None and (room.building.away or is_elsewhere(self.parts)):
             self._begin(self._coming_batch())
         return self._run if self._run is not None else Eager(self.parts)
 

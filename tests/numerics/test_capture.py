@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rota.errors import CaptureError, InputError
+from rota.graph.anywhere import anywhere
 from rota.graph.capture import capture
 from rota.graph.graph import Role
 from rota.graph.run import run_graph
@@ -432,3 +433,14 @@ def test_a_mistake_in_the_users_code_is_told_with_its_place():
         CaptureError, match=r"its code raised NameError: name 'undefined'.* \(test_capture.py, line \d+\)"
     ):
         capture(nn.Linear(2, 2), torch.ones(1, 2), loss)
+
+
+@pytest.mark.parametrize("name", ["gpt", "swin", "t5"])
+def test_a_graph_that_forgets_where_it_was_captured_is_the_same(name):
+    specimen = zoo.make(name)
+    graph = capture(specimen.model, specimen.batch, specimen.loss)
+    moved = anywhere(graph)
+    assert any("device" in op.kwargs for op in graph.ops)
+    assert not [op.name for op in moved.ops if "device" in op.kwargs or op.target == "aten.to.device"]
+    twin = copy.deepcopy(specimen.model)
+    assert_same(captured(moved, specimen.model, specimen.batch), captured(graph, twin, specimen.batch))

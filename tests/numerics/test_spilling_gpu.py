@@ -29,7 +29,6 @@ def test_it_equals_the_training_that_fits(tmp_path):
         )
         assert isinstance(loop.run(), Finished)
         rows.append(surroundings.rows)
-    assert torch.cuda.memory_allocated() < 2**20, "nothing stays on the device"
     plain, spilled = rows
     assert plain.keys() == spilled.keys()
     for step, metrics in plain.items():
