@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rota.errors import DivergedError, InputError, TaskError
+from rota.errors import DivergedError, InputError, PeerError, TaskError
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "cannot allocate memory")
@@ -20,7 +20,7 @@ def calling(what: str) -> Iterator[None]:
     """Run the user's code; `what` names it in the error: "the model factory"."""
     try:
         yield
-    except (TaskError, DivergedError):
+    except (TaskError, DivergedError, PeerError):
         raise
     except InputError as error:  # raised by Data, Task or a cursor: already a sentence
         raise TaskError(f"{what}: {error}") from error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rota
-from rota.errors import DivergedError, InputError, TaskError
+from rota.errors import DivergedError, InputError, PeerError, TaskError
 from rota.runtime.user_code import calling, is_out_of_memory
 
 OURS = os.path.dirname(os.path.abspath(rota.__file__ or rota.__path__[0] + "/x"))
@@ -150,3 +150,8 @@ def test_torchs_own_failure_to_allocate_is_recognised():
 )
 def test_which_errors_mean_that_memory_ran_out(error, expected):
     assert is_out_of_memory(error) is expected
+
+
+def test_that_another_process_is_gone_is_not_the_fault_of_the_users_code():
+    with pytest.raises(PeerError, match="is gone"), calling("the loss function"):
+        raise PeerError("another process of the task is gone")
