@@ -263,7 +263,7 @@ class Profiler:
                 device,
                 one.tasks[0],
                 number=number,
-                folder=self._folder,
+                folder=self._folder / str(number),
                 counts=one.counts,
                 known=self._store.path,
                 alike=len(one.tasks),
@@ -337,7 +337,7 @@ class Profiler:
         task = one.tasks[0]
         if task.strategy == "auto":
             task = replace(task, strategy=travelling(estimate.label))
-        self._backend.try_out(devices, task, number=number, folder=self._folder)
+        self._backend.try_out(devices, task, number=number, folder=self._folder / str(number))
         return number
 
     def _budget_s(self, classes: Sequence[_Class]) -> float:

@@ -293,7 +293,9 @@ class Spilling:
         )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {self._graph.aliases.get(name, name): one for name, one in self._model.named_buffers()}
+        """What programs read and nobody moves: buffers, and parameters of which no op makes anything."""
+        buffers = {self._graph.aliases.get(name, name): one for name, one in self._model.named_buffers()}
+        return {**buffers, **self._rest}
 
     def _enter(self, way: Way, place: int) -> None:
         if self._active is not way:

@@ -400,3 +400,15 @@ def test_by_way_of_a_host_it_equals_the_plain_loop(host_bytes, tmp_path, monkeyp
     surroundings.halt_after = None
     assert isinstance(train(task, tmp_path, surroundings, attempt=2), Finished)
     assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+def test_a_parameter_that_no_op_reads_stays_as_it_is(tmp_path):
+    def make():
+        model = GPT(vocabulary=32, context=16, width=16, depth=2, heads=2)
+        model.unused = torch.nn.Linear(3, 3)
+        return model
+
+    task = gpt_task(model=make, strategy=spill(shards=4), steps=4)
+    surroundings = Surroundings()
+    assert isinstance(train(task, tmp_path, surroundings), Finished)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
