@@ -191,12 +191,10 @@ class Loop:
             limits.return_freed_memory(self._memory_bytes)
             self._while_running.callback(limits.keep_freed_memory)
             limits.give_back()
-            if self._device.type != "cpu":
-                pass  # the host has its own limits
-            elif self._seat is None:  # otherwise the arbiter counts, and what lies between shards is on no device
+            if self._seat is None and self._device.type == "cpu":
                 # It counts its own bytes; what allocators take beside them must not end it.
                 self._while_running.enter_context(limits.limited(self._memory_bytes * 11 // 10 + _ALLOCATORS_BYTES))
-            else:
+            else:  # in a pool the arbiter counts, and what lies between shards is on no device; nor is a GPU's host
                 self._while_running.enter_context(limits.lifted())
         return executor
 
