@@ -65,7 +65,9 @@ def pool_units(
     program: Program, groups: Mapping[str, Group], training: Training, *, room_bytes: int
 ) -> tuple[Step, tuple[Unit, ...]]:
     """A step as units. FitError if one needs more room than there is."""
-    step = step_of(program, groups, Footprints(program.refined), training, predicted_seconds(program, Costs()))
+    step = step_of(
+        program, groups, Footprints(program.refined, plain_random=True), training, predicted_seconds(program, Costs())
+    )
     movable = {
         item
         for group in groups.values()

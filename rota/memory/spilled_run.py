@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rota.memory.steps import forward_reads
-from rota.plan.program import Node, Program, Segment, Value
+from rota.plan.program import Node, NodeKind, Program, Segment, Source, Value
 from rota.runtime.device_run import DeviceRun, laid_out, total
 from rota.runtime.segment import Dropped, SegmentRunner, Tape
 
@@ -23,6 +23,22 @@ class _Kept:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """A note of a view of a parameter, whose memory is another one each time that it comes back."""
+
+    parameter: torch.Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """From where the parameter begins."""
+
+    def again(self) -> torch.Tensor:
+        """The view, of the memory that the parameter has now."""
+        whole = self.parameter.detach()
+        return whole.as_strided(self.size, self.stride, int(whole.storage_offset()) + self.offset)
 
 
 def owning(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +95,8 @@ class SpilledRun(DeviceRun):
         super().__init__(program, device, seed=seed, plain_random=plain_random)
         self._shares = shares
         self._forward_reads = forward_reads(program)
+        self._passed = _read_by_segments_only(program)
+        self._seen: dict[Value, _Seen] = {}
         for (name, _), value in self._stored.items():
             self.values[value] = stored[name]
 
@@ -112,8 +130,51 @@ class SpilledRun(DeviceRun):
     def forward(self, node: Node) -> None:
         """Run a segment; what it makes may be moved."""
         super().forward(node)
+        parameters = self._parameters_of(node)
         for value in node.makes:
-            self.values[value] = owning(self.values[value])
+            made = self.values[value]
+            parameter = parameters.get(made.untyped_storage()._cdata)
+            if parameter is None:
+                self.values[value] = owning(made)
+            elif value in self._passed:  # it must not keep what the parameter leaves behind
+                offset = int(made.storage_offset()) - int(parameter.storage_offset())
+                self._seen[value] = _Seen(parameter=parameter, size=made.size(), stride=made.stride(), offset=offset)
+                self.values[value] = torch.empty((), dtype=made.dtype, device=made.device).expand(made.size())
+            else:
+                self.values[value] = made.clone()
+
+    def _parameters_of(self, node: Node) -> dict[int, torch.Tensor]:
+        """the memory of each parameter that a segment sees, itself or a view of it -> the parameter"""
+        found = {}
+        for entry, value in zip(self.program.segments[node.segment].entries, node.reads, strict=True):
+            if value in self._seen:
+                parameter = self._seen[value].parameter
+            elif value is not None and entry.source is Source.STORED:
+                parameter = self.values[value]
+            else:
+                continue
+            if isinstance(parameter, torch.nn.Parameter):
+                found[parameter.untyped_storage()._cdata] = parameter
+        return found
+
+    def clear(self) -> None:
+        """Forget what the last step left, but for parameters and buffers."""
+        super().clear()
+        self._seen.clear()
+
+    def drop(self, values: Iterable[Value]) -> None:
+        """Forget values that nobody needs any more."""
+        values = list(values)
+        super().drop(values)
+        for value in values:
+            self._seen.pop(value, None)
+
+    def _inputs(self, segment: Segment, node: Node, *, everything: bool = True) -> list[Any]:
+        found = super()._inputs(segment, node, everything=everything)
+        return [
+            self._seen[value].again() if value in self._seen else one
+            for one, value in zip(found, node.reads, strict=True)
+        ]
 
     def _made_runner(self, segment: Segment) -> SegmentRunner:
         return SpilledSegment(segment, self.program.refined)
@@ -132,5 +193,16 @@ class SpilledRun(DeviceRun):
         found = self._inputs(segment, node, everything=True)
         for i, value in enumerate(reads):
             if found[i] is None and value is not None:
-                found[i] = self.values.get(value)
+                found[i] = self._seen[value].again() if value in self._seen else self.values.get(value)
         return found
+
+
+def _read_by_segments_only(program: Program) -> set[Value]:
+    """What is no result, no buffer's next value, and goes to no other device."""
+    made = {value for node in program.nodes if node.kind is NodeKind.FORWARD for value in node.makes}
+    made -= {one.value for one in program.results.values()}
+    made -= {value for pieces in program.updates.values() for value in pieces.values()}
+    for node in program.nodes:
+        if node.kind is NodeKind.EXCHANGE:
+            made -= set(node.reads)
+    return made

@@ -31,9 +31,10 @@ class _Alike:
     first part along a summed dim, it does matter whether a range begins at zero.
     """
 
-    def __init__(self, refined: Refined) -> None:
-        self._footprints = Footprints(refined)
+    def __init__(self, refined: Refined, *, plain_random: bool) -> None:
+        self._footprints = Footprints(refined, plain_random=plain_random)
         self._refined = refined
+        self._plain = plain_random
 
     def of(self, segment: Segment) -> Footprint:
         """Of one segment."""
@@ -48,7 +49,7 @@ class _Alike:
                 )
             )
         # All that likeness tells of a call but its ranges.
-        key = (tuple((*call[:6], *call[7:]) for call in calls), tuple(widths), *rest)
+        key = (tuple((*call[:6], *call[7:]) for call in calls), tuple(widths), self._plain, *rest)
         found = _FOOTPRINTS.get(key)
         if found is None:
             if len(_FOOTPRINTS) >= _MOST_FOOTPRINTS:
@@ -62,7 +63,9 @@ class Occupancy:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.footprints = _Alike(program.refined)
+        self.footprints = _Alike(
+            program.refined, plain_random=program.devices == 1
+        )  # alone, a task draws as PyTorch does
         self.live = [0] * program.devices
         self.peak = [0] * program.devices
         self.stored_bytes = [0] * program.devices

@@ -52,8 +52,10 @@ class Footprint:
 class Footprints:
     """The footprints of a program's segments."""
 
-    def __init__(self, refined: Refined) -> None:
+    def __init__(self, refined: Refined, *, plain_random: bool) -> None:
+        """`plain_random` if random numbers will be drawn as PyTorch draws them, which takes other memory."""
         self._refined = refined
+        self._plain = plain_random
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Footprint] = {}
 
@@ -70,7 +72,7 @@ class Footprints:
 
     def _measure(self, segment: Segment) -> Footprint:
         runner = SegmentRunner(segment, self._refined)
-        place = Place(key=1)
+        place = Place(key=1, plain=self._plain)
         ledger = Ledger()
         with self._mode, ledger:
             ledger.watch(-1)

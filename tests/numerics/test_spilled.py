@@ -102,7 +102,7 @@ def spilled(
         activations_move=strategy.activations == "spill",
     )
     groups = groups_of(program)
-    step = step_of(program, groups, Footprints(program.refined), training)
+    step = step_of(program, groups, Footprints(program.refined, plain_random=True), training)
     everything = sum(item.size_bytes for item in step.items.values()) + max(one.work_bytes for one in step.stages)
     least = _least(step)
     budget = budget or Budget(int(least + share * (everything - least)))
@@ -265,7 +265,7 @@ def test_a_stage_that_needs_more_than_the_budget_is_named():
     model, (_, batches_of, loss) = gpt(), MODELS["gpt"]
     graph = capture(model, batches_of(1)[0], loss)
     program = Spill(shards=4)(graph, 1).compile()
-    step = step_of(program, groups_of(program), Footprints(program.refined), Training())
+    step = step_of(program, groups_of(program), Footprints(program.refined, plain_random=True), Training())
     with pytest.raises(FitError, match=r"pass of \S+.* needs [\d,]+ bytes at once, .*give it at least"):
         plan_residency(step.stages, step.items, budget_bytes=1000, rates=RATES)
 

@@ -115,6 +115,55 @@ def test_fifty_steps_whatever_happens_to_activations(activations, tmp_path, monk
         assert made[0].cut.recomputed == some
 
 
+class Attending(torch.nn.Module):
+    """PyTorch's own attention, whose weights are read by way of views."""
+
+    def __init__(self, *, dropout, decoder):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(32, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.decoder = (
+            torch.nn.TransformerDecoderLayer(32, 4, 64, dropout=dropout, batch_first=True) if decoder else None
+        )
+        self.head = torch.nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        found = self.encoder(self.tokens(tokens))
+        if self.decoder is not None:  # a query by itself, key and value together: two views of one parameter
+            found = self.decoder(self.tokens(tokens), found)
+        return self.head(found)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "decoder", "activations"),
+    [
+        pytest.param(0.2, False, "spill", id="dropout as PyTorch draws it"),
+        pytest.param(0.0, True, "auto", id="views of a parameter that leaves"),
+        pytest.param(0.2, True, "recompute", id="both", marks=pytest.mark.deep),
+    ],
+)
+def test_attention_of_pytorch(dropout, decoder, activations, tmp_path, tight):
+    """What is kept is what was foreseen, and nothing keeps the memory of a parameter that has left."""
+    tight["room"] = 1.0
+    rows = torch.randint(0, 32, (16, 65), generator=torch.Generator().manual_seed(0))
+
+    def loss(model, batch):
+        found = torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        return {"loss": found, "seen": model.encoder.layers[0].self_attn.in_proj_weight[3, 5]}
+
+    task = gpt_task(
+        model=lambda: Attending(dropout=dropout, decoder=decoder),
+        data=lambda: Data(train=list(rows), batch_size=4),
+        loss=loss,
+        strategy=spill(activations=activations),
+        steps=4,
+    )
+    surroundings = Surroundings()
+    train(task, tmp_path, surroundings)
+    assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
 def test_batches_of_a_step_go_through_the_shards_together(tmp_path, tight, monkeypatch):
     """Where nothing is drawn, and as long as they are alike; the rest of a step that was begun goes one by one."""
     tight["room"] = 4
