@@ -145,7 +145,7 @@ class SpilledRun(DeviceRun):
 
     def _parameters_of(self, node: Node) -> dict[int, torch.Tensor]:
         """the memory of each parameter that a segment sees, itself or a view of it -> the parameter"""
-        found = {}
+        found: dict[int, torch.Tensor] = {}
         for entry, value in zip(self.program.segments[node.segment].entries, node.reads, strict=True):
             if value in self._seen:
                 parameter = self._seen[value].parameter
