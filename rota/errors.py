@@ -4,7 +4,9 @@
 
     RotaError
     ├── InputError               what the user gave is wrong: a task, a sweep file, an option
-    │   └── RunMismatchError     the run folder belongs to another sweep, or the sweep changed since
+    │   ├── RunMismatchError     the run folder belongs to another sweep, or the sweep changed since
+    │   ├── TooFewDevicesError   more devices were asked for than there are
+    │   └── TooLittleMemoryError devices were to have more memory than there is
     ├── RunInUseError            another process is running this run
     ├── StoreError               the journal cannot be read or written
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
@@ -41,6 +43,22 @@ class InputError(RotaError, ValueError):
 
 class RunMismatchError(InputError):
     """The run folder holds a run of another sweep."""
+
+
+class TooFewDevicesError(InputError):
+    """More devices were asked for than `there` are."""
+
+    def __init__(self, message: str, *, there: int) -> None:
+        super().__init__(message)
+        self.there = there
+
+
+class TooLittleMemoryError(InputError):
+    """Devices were to have more memory each than the `there_bytes` that they can have."""
+
+    def __init__(self, message: str, *, there_bytes: int) -> None:
+        super().__init__(message)
+        self.there_bytes = there_bytes
 
 
 class RunInUseError(RotaError):

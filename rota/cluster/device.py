@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rota.errors import InputError
@@ -48,10 +49,17 @@ class Cluster:
     """Whether nodes that come later are used, too."""
     memory_is_said: bool = False
     """Whether the user has said how much memory devices have."""
+    asked: Mapping[str, str | int] = field(default_factory=dict, compare=False)
+    """What the user said when it was made, so that a resumed run can have such devices again."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise InputError("the cluster has no devices; give at least one")
+
+
+def said(**asked: str | int | None) -> dict[str, str | int]:
+    """Of what can be asked for, what was."""
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def parse_bytes(size: str | int, *, what: str = "memory") -> int:
