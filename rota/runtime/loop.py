@@ -170,9 +170,9 @@ class Loop:
         if (self._folder / STORE_FOLDER).is_dir():
             from rota.memory import keeping
 
-            step = keeping.committed_step(self._folder / STORE_FOLDER)
-            if step is not None and (tree is None or tree["training"]["step"] < step):
-                return keeping.read(self._folder / STORE_FOLDER)
+            than = None if tree is None else int(tree["training"]["step"])
+            later = keeping.read_latest(self._folder / STORE_FOLDER, than=than, notice=notice)
+            tree = tree if later is None else later
         return tree
 
     def _choose(self, parts: Parts, batch: Any) -> Executor:
