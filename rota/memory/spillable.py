@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rota.cluster.device import format_bytes
 from rota.errors import TaskError
 from rota.graph.graph import Graph, Role
 from rota.memory.optimizers import update_work
@@ -58,6 +59,15 @@ def _fixed_bytes(graph: Graph, batch: Any) -> int:
     read = {name for op in graph.ops for name in op.inputs}
     idle = [tensor.size_bytes for tensor in graph.parameters if tensor.name not in read]
     return sum(one.untyped_storage().nbytes() for one in tensors) + sum(idle)
+
+
+def too_little(memory_bytes: int) -> str:
+    """What to say of a device that has less than what is left to allocators."""
+    least = format_bytes(_LEAST_MARGIN_BYTES)
+    return (
+        f"{format_bytes(memory_bytes)} of memory is too little for any model: {least} are left to allocators, and the "
+        f"largest op must fit beside them; give each device more than {least} (--memory)"
+    )
 
 
 def margin_bytes(memory_bytes: int) -> int:
