@@ -10,7 +10,8 @@
     ├── RunInUseError            another process is running this run
     ├── StoreError               the journal cannot be read or written
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
-    │   └── CorruptCheckpointError   its files are truncated or altered
+    │   ├── CorruptCheckpointError   its files are truncated or altered
+    │   └── FullDiskError            there is no room for it
     ├── CaptureError             a model cannot be turned into a graph
     ├── PlanError                a plan cannot be made, compiled or run
     │   ├── RuleError            the rule of an op is wrong, or does not fit it
@@ -75,6 +76,10 @@ class CheckpointError(RotaError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint's files are not what was committed."""
+
+
+class FullDiskError(CheckpointError):
+    """There is no room on the disk for what must be written."""
 
 
 class CaptureError(RotaError):

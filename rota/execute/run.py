@@ -147,6 +147,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         before = _before(options.out) if options.out is not None and held else RunRecord()
         session = before.session
         cluster, options, notes = _as_before(options, before)
+        preflight.check_memory(cluster)
         # Workers that are taken over want to be heard at once, and wait longer for somebody who comes.
         loaded = load() if session and cluster.manager != "local" else None
         backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code, session=session)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rota.calibrate.calibrate import calibrate
-from rota.cluster.device import format_bytes
+from rota.cluster.device import format_bytes, too_little_to_spill
 from rota.cluster.discover import available_cores
 from rota.errors import FitError, InputError
 from rota.graph.graph import Graph
@@ -22,7 +22,7 @@ from rota.memory.explain import SpillExplanation, summarise
 from rota.memory.explain_pool import PooledTask, pooled_task
 from rota.memory.pooled import Fitting, cut_to_fit
 from rota.memory.residency import Rates
-from rota.memory.spillable import check_spillable, margin_bytes, too_little, training_of
+from rota.memory.spillable import check_spillable, margin_bytes, training_of
 from rota.memory.steps import Training as Step
 from rota.plan.costs import Costs
 from rota.plan.program import Program
@@ -90,7 +90,7 @@ def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> 
     """The task as it begins, in no more memory than it would get."""
     budget_bytes = memory_bytes - margin_bytes(memory_bytes)
     if budget_bytes <= 0:
-        raise InputError(too_little(memory_bytes))
+        raise InputError(too_little_to_spill(memory_bytes))
     with tempfile.TemporaryDirectory(prefix=".rota-", dir=Path.cwd()) as folder:
         building = Building(Path(folder) / "building", budget_bytes=memory_bytes // 2)
         room = Room(memory_bytes=memory_bytes, before_bytes=0, folder=Path(folder), building=building)

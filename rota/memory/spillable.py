@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rota.cluster.device import format_bytes
+from rota.cluster.device import LEAST_MARGIN_BYTES
 from rota.errors import TaskError
 from rota.graph.graph import Graph, Role
 from rota.memory.optimizers import update_work
@@ -16,8 +16,6 @@ from rota.runtime.executor import Parts, check_gradient
 from rota.runtime.planned import needs_of
 
 _MARGIN = 0.03
-_LEAST_MARGIN_BYTES = 24 * 2**20
-"""The code of shards is made in the first step, and takes some megabytes by itself."""
 
 
 def check_spillable(parts: Parts, graph: Graph) -> None:
@@ -61,15 +59,6 @@ def _fixed_bytes(graph: Graph, batch: Any) -> int:
     return sum(one.untyped_storage().nbytes() for one in tensors) + sum(idle)
 
 
-def too_little(memory_bytes: int) -> str:
-    """What to say of a device that has less than what is left to allocators."""
-    least = format_bytes(_LEAST_MARGIN_BYTES)
-    return (
-        f"{format_bytes(memory_bytes)} of memory is too little for any model: {least} are left to allocators, and the "
-        f"largest op must fit beside them; give each device more than {least} (--memory)"
-    )
-
-
 def margin_bytes(memory_bytes: int) -> int:
     """What is left to allocators, beside all that is counted."""
-    return max(_LEAST_MARGIN_BYTES, int(_MARGIN * memory_bytes))
+    return max(LEAST_MARGIN_BYTES, int(_MARGIN * memory_bytes))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rota.errors import CheckpointError, CorruptCheckpointError
+from rota.errors import CheckpointError, CorruptCheckpointError, FullDiskError
 from rota.memory.slab import ALIGNMENT
 from rota.state.files import make_private_folder, replacing, sync_file, sync_folder
 
@@ -98,7 +98,7 @@ class Store:
         if count == 0:
             raise CorruptCheckpointError(
                 f"{self._path(item, version.slot)} ends after {offset} of {version.size_bytes} bytes; "
-                "run `rota resume --failed` to go on from what was committed"
+                "run `rota resume --failed` to go on from the last commit"
             )
         return count
 
@@ -290,5 +290,5 @@ def _told(what: str) -> Any:
     try:
         yield
     except OSError as error:
-        hint = "; make room on the disk, then resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise CheckpointError(f"{what} ({error.strerror}){hint}") from error
+        kind = FullDiskError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+        raise kind(f"{what} ({error.strerror})") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rota.errors import CheckpointError, PeerError, RotaError, TaskError
+from rota.errors import CheckpointError, FullDiskError, PeerError, RotaError, TaskError
 from rota.runtime import limits
 from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts
 from rota.runtime.gang import Gang
@@ -105,7 +105,10 @@ class Loop:
             self._metrics.flush()
             if isinstance(error, TaskError | PeerError):
                 raise
-            raise TaskError(str(error)) from error
+            room = (
+                "; make room on the disk, then run `rota resume --failed`" if isinstance(error, FullDiskError) else ""
+            )
+            raise TaskError(f"{error}{room}") from error
         finally:
             self._outside.watch("", limit_s=None, retry=False, step=self.step)
             self._writer.wait()

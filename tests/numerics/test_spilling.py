@@ -330,7 +330,8 @@ def test_a_disk_that_fails_fails_the_task_clearly_and_the_last_commit_stands(tmp
         return original(*args)
 
     monkeypatch.setattr(os, call, failing)
-    with pytest.raises(TaskError, match=r"cannot be (written to|read from) .*\(broken\)"):
+    advice = "; make room on the disk, then run `rota resume --failed`" if call == "pwrite" else ""
+    with pytest.raises(TaskError, match=rf"^\S+ cannot be (written to|read from) \S+ \(broken\){advice}$"):
         train(task, tmp_path, Surroundings(), attempt=2)
     monkeypatch.undo()
     surroundings = Surroundings()

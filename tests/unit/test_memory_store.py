@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.errors import CheckpointError, CorruptCheckpointError, FitError
+from rota.errors import CheckpointError, CorruptCheckpointError, FitError, FullDiskError
 from rota.memory.mover import Mover
 from rota.memory.slab import ALIGNMENT, Budget, Shelf, Slab
 from rota.memory.store import Store
@@ -133,7 +133,7 @@ def test_a_write_that_is_cut_short_leaves_the_commit_as_it_was(store, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"a cannot be written to .*make room on the disk"):
+    with pytest.raises(FullDiskError, match=r"a cannot be written to .*No space left on device"):
         store.write("a", slab(2).bytes)
     again, about = reopened(tmp_path)
     assert about == {"step": 1}
