@@ -204,7 +204,7 @@ def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
     assert re.search(r"limited by (compute|read|write)", text)
     refused = cli.run("explain", file, "--strategy", "spill", "--memory", "40MiB")
     assert refused.returncode == 1
-    assert "give it at least" in refused.stderr
+    assert "the task needs a device with at least" in refused.stderr
 
 
 @pytest.mark.timeout(240)
