@@ -4,11 +4,14 @@
 
     RotaError
     ├── InputError               what the user gave is wrong: a task, a sweep file, an option
-    │   └── RunMismatchError     the run folder belongs to another sweep, or the sweep changed since
+    │   ├── RunMismatchError     the run folder belongs to another sweep, or the sweep changed since
+    │   ├── TooFewDevicesError   more devices were asked for than there are
+    │   └── TooLittleMemoryError devices were to have more memory than there is
     ├── RunInUseError            another process is running this run
     ├── StoreError               the journal cannot be read or written
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
-    │   └── CorruptCheckpointError   its files are truncated or altered
+    │   ├── CorruptCheckpointError   its files are truncated or altered
+    │   └── FullDiskError            there is no room for it
     ├── CaptureError             a model cannot be turned into a graph
     ├── PlanError                a plan cannot be made, compiled or run
     │   ├── RuleError            the rule of an op is wrong, or does not fit it
@@ -43,6 +46,22 @@ class RunMismatchError(InputError):
     """The run folder holds a run of another sweep."""
 
 
+class TooFewDevicesError(InputError):
+    """More devices were asked for than `there` are."""
+
+    def __init__(self, message: str, *, there: int) -> None:
+        super().__init__(message)
+        self.there = there
+
+
+class TooLittleMemoryError(InputError):
+    """Devices were to have more memory each than the `there_bytes` that they can have."""
+
+    def __init__(self, message: str, *, there_bytes: int) -> None:
+        super().__init__(message)
+        self.there_bytes = there_bytes
+
+
 class RunInUseError(RotaError):
     """Another process holds the run folder."""
 
@@ -57,6 +76,10 @@ class CheckpointError(RotaError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint's files are not what was committed."""
+
+
+class FullDiskError(CheckpointError):
+    """There is no room on the disk for what must be written."""
 
 
 class CaptureError(RotaError):

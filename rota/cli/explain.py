@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,11 @@ from rota.errors import InputError
 from rota.state.files import replacing, write_text
 from rota.sweep import Sweep
 from rota.task import Task
+from rota.techniques import POOL
 
 if TYPE_CHECKING:
     from rota.graph.graph import Graph
+    from rota.memory.explain_pool import PooledTask
     from rota.search.search import Search
     from rota.strategies.spill import Spill
 
@@ -44,14 +47,16 @@ def explain(
     """Show how a task of the sweep that FILE defines would run on devices, without training it.
 
     It tells which op is cut how and where it sits, what is communicated and why, the memory of each device, and a
-    predicted timeline of one step on the first training batch. The devices need not be there.
+    predicted timeline of one step on the first training batch. The devices need not be there. With --strategy pool it
+    tells of all tasks together, or of one with its units.
     """
     memory_bytes = None if memory is None else parse_bytes(memory)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise InputError(f"there is no folder {trace.parent} to write the trace to; create it first")
     if trace is not None and trace.exists() and not trace.is_file():
         raise InputError(f"{trace} is not a file that a trace can be written to; give the name of one")
-    task = _pick(load_source(file).sweep, task_name)
+    sweep = load_source(file).sweep
+    task = sweep.tasks[0] if task_name is None and _is_pool(strategy) else _pick(sweep, task_name)
     # Only from here on is torch needed; the other commands stay quick.
     from rota.plan.explain import lines_of
     from rota.plan.explanation import summarise
@@ -63,6 +68,10 @@ def explain(
     from rota.strategies.spill import Spill
 
     make = find(strategy)
+    if _is_pool(strategy):
+        tasks = list(sweep) if task_name is None else [task]
+        _explain_pool(tasks, memory_bytes, devices=devices, as_json=as_json)
+        return
     if isinstance(make, Spill):
         _explain_spill(task, make, memory_bytes, devices=devices, as_json=as_json)
         return
@@ -115,6 +124,39 @@ def _explain_spill(task: Task, spill: Spill, memory_bytes: int | None, *, device
         return
     click.echo(f"task    {task.name}, strategy {spill}")
     click.echo("\n".join(lines_of(explanation)))
+
+
+def _is_pool(strategy: str) -> bool:
+    return strategy.partition("(")[0].strip() == POOL
+
+
+def _explain_pool(tasks: list[Task], memory_bytes: int | None, *, devices: int, as_json: bool) -> None:
+    """What tasks would do as a pool: all of the sweep, or one of them with its units."""
+    if memory_bytes is None:
+        raise InputError("a pool depends on the memory of its devices; say how much that is, such as --memory 1GiB")
+    if devices < 1:
+        raise InputError(f"a pool needs at least 1 device, not {devices}")
+    from rota.memory.explain_pool import lines_of, summarise
+    from rota.memory.look import look_in_pool
+    from rota.memory.spillable import margin_bytes
+    from rota.profile.likeness import code_key
+
+    alike: dict[str, PooledTask] = {}
+    found = []
+    with saying() as say:
+        for task in tasks:
+            key = f"{code_key(task, width=1)} {task.steps} {task.epochs}"
+            if key not in alike:
+                alike[key] = look_in_pool(task, memory_bytes=memory_bytes, devices=devices, notice=say)
+            found.append(replace(alike[key], name=task.name))
+    room_bytes = (memory_bytes - margin_bytes(memory_bytes)) // 2
+    told = summarise(found, devices=devices, memory_bytes=memory_bytes, room_bytes=room_bytes)
+    if as_json:
+        print_json({"strategy": POOL} | told.to_json())
+        return
+    click.echo("\n".join(lines_of(told, units_of=tasks[0].name if len(tasks) == 1 else None)))
+    if len(tasks) > 1:
+        click.echo(f"\n--task {tasks[0].name} shows its units")
 
 
 def _pick(sweep: Sweep, name: str | None) -> Task:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -12,9 +14,8 @@ from typing import Any
 
 import click
 
-from rota.cluster import Cluster, local
-from rota.errors import InputError
-from rota.execute.clusters import ray
+from rota.execute.asked import Asked
+from rota.execute.run import RETRIES
 from rota.schedule.problem import OBJECTIVES
 
 _WIDEST, _NARROWEST = 160, 60
@@ -23,32 +24,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 objective_option = click.option(
     "--objective", type=click.Choice(OBJECTIVES), default="makespan", show_default=True, help="What counts."
 )
-profile_option = click.option(
-    "--no-profile", is_flag=True, help="Measure nothing before the run; the longest tasks go first."
-)
 run_argument = click.argument("run", required=False)
-
-
-cluster_option = click.option(
-    "--cluster", metavar="ray[=ADDRESS]", help="Run on a Ray cluster: at ADDRESS or RAY_ADDRESS, or one started here."
-)
 
 
 storage_option = click.option(
     "--storage", metavar="URL", default="", help="Keep checkpoints and models there, too: s3://..., or a shared folder."
 )
-
-
-def cluster_of(cluster: str | None, *, devices: int | None, memory: str | None, kind: str | None) -> Cluster:
-    """The devices that options ask for."""
-    if cluster is None:
-        return local(devices=devices, memory=memory, kind=kind)
-    manager, _, address = cluster.partition("=")
-    if manager != "ray":
-        raise InputError(f"--cluster can be ray or ray=ADDRESS, not {cluster!r}")
-    if kind is not None:
-        raise InputError("--kind is for one machine; a Ray cluster has the devices that its nodes show")
-    return ray(address or None, devices=devices, memory=memory)
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +42,37 @@ def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def asked_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How to run: what is kept with the run, for a resume. The command gets one `asked`."""
+
+    @functools.wraps(command)
+    def asking(**given: Any) -> Any:
+        asked = Asked(**{field.name: given.pop(field.name) for field in dataclasses.fields(Asked)})
+        return command(asked=asked, **given)
+
+    options = [
+        click.option(
+            "--retries", type=int, show_default=str(RETRIES), help="How often a task goes on after its worker died."
+        ),
+        click.option("--strategy", metavar="S", help="How tasks run on devices: tensor, 'data(2) * tensor(2)', ..."),
+        click.option("--objective", type=click.Choice(OBJECTIVES), show_default="makespan", help="What counts."),
+        click.option(
+            "--profile/--no-profile",
+            default=None,
+            help="Whether to measure before the run (the default); otherwise the longest tasks go first.",
+        ),
+        click.option(
+            "--cluster",
+            metavar="ray[=ADDRESS]",
+            help="Run on a Ray cluster: at ADDRESS or RAY_ADDRESS, or one started here.",
+        ),
+    ]
+    wrapped = device_options(asking)
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def print_json(value: Any) -> None:

@@ -60,6 +60,7 @@ def plan(
     if html is not None and html.exists() and not html.is_file():
         raise InputError(f"{html} is not a file that the page can be written to; give the name of one")
     cluster = local(devices=devices, memory=memory, kind=kind)
+    preflight.check_memory(cluster)
     sweep = preflight.resolve(load_source(file).sweep, strategy=strategy)
     widths = preflight.widths(sweep, cluster)
     preflight.check(sweep, widths, cluster)

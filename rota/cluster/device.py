@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rota.errors import InputError
@@ -12,6 +13,10 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+(?=\s*[a-zA-Z]))?)\s*([a-zA-Z]*)\s*")
 _LONGEST_SIZE = 40
+_LEAST_BYTES = 8 * 2**20
+"""The stack of a thread: with less, nothing of PyTorch runs."""
+LEAST_MARGIN_BYTES = 24 * 2**20
+"""Left to allocators where a model spills: the code of shards is made in the first step, and takes some megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +53,17 @@ class Cluster:
     """Whether nodes that come later are used, too."""
     memory_is_said: bool = False
     """Whether the user has said how much memory devices have."""
+    asked: Mapping[str, str | int] = field(default_factory=dict, compare=False)
+    """What the user said when it was made, so that a resumed run can have such devices again."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise InputError("the cluster has no devices; give at least one")
+
+
+def said(**asked: str | int | None) -> dict[str, str | int]:
+    """Of what can be asked for, what was."""
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def parse_bytes(size: str | int, *, what: str = "memory") -> int:
@@ -67,6 +79,25 @@ def parse_bytes(size: str | int, *, what: str = "memory") -> int:
     if amount <= 0:
         raise InputError(f"{what} must be more than nothing, not {size!r}")
     return amount
+
+
+def too_little_to_run(memory_bytes: int) -> str:
+    """What to say of a device in whose memory no task can run; empty for others."""
+    if memory_bytes >= _LEAST_BYTES:
+        return ""
+    return (
+        f"{format_bytes(memory_bytes)} of memory is too little for any task; give each device at least "
+        f"{format_bytes(_LEAST_BYTES)}, and more than {format_bytes(LEAST_MARGIN_BYTES)} where a model does not fit"
+    )
+
+
+def too_little_to_spill(memory_bytes: int) -> str:
+    """What to say of a device that has no more than what is left to allocators."""
+    least = format_bytes(LEAST_MARGIN_BYTES)
+    return (
+        f"{format_bytes(memory_bytes)} of memory is too little for any model: {least} are left to allocators, and the "
+        f"largest op must fit beside them; give each device more than {least} (--memory)"
+    )
 
 
 def format_bytes(amount_bytes: float) -> str:

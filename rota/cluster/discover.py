@@ -7,8 +7,8 @@ import platform
 
 import psutil
 
-from rota.cluster.device import Cluster, Device, parse_bytes
-from rota.errors import InputError
+from rota.cluster.device import Cluster, Device, parse_bytes, said
+from rota.errors import InputError, TooFewDevicesError, TooLittleMemoryError
 
 # What the controller, the page cache and the rest of the machine keep for themselves.
 _HOST_SHARE = 0.1
@@ -27,9 +27,12 @@ def local(*, devices: int | None = None, memory: str | int | None = None, kind: 
     gpus = _cuda_devices() if kind != "cpu" else ()
     if kind == "cuda" and not gpus:
         raise InputError("rota.local: no CUDA device was found here; use kind='cpu', or see `rota doctor`")
-    if gpus:
-        return Cluster(devices=_pick_gpus(gpus, count=devices, memory_bytes=memory_bytes))
-    return Cluster(devices=_cpu_devices(count=devices, memory_bytes=memory_bytes))
+    found = (
+        _pick_gpus(gpus, count=devices, memory_bytes=memory_bytes)
+        if gpus
+        else _cpu_devices(count=devices, memory_bytes=memory_bytes)
+    )
+    return Cluster(devices=found, asked=said(devices=devices, memory=memory, kind=kind))
 
 
 def available_cores() -> tuple[int, ...]:
@@ -55,16 +58,18 @@ def _cpu_devices(*, count: int | None, memory_bytes: int | None) -> tuple[Device
     cores = available_cores()
     count = len(cores) if count is None else count
     if count > len(cores):
-        raise InputError(
+        raise TooFewDevicesError(
             f"rota.local: {count} devices were asked for, and this process may use {len(cores)} CPU cores; "
-            f"give at most {len(cores)}"
+            f"give at most {len(cores)}",
+            there=len(cores),
         )
     budget = memory_limit_bytes()
     share = int(budget * (1 - _HOST_SHARE)) // count
     if memory_bytes is not None and memory_bytes * count > budget:
-        raise InputError(
+        raise TooLittleMemoryError(
             f"rota.local: {count} devices of {memory_bytes} bytes are more than this machine's {budget} bytes "
-            f"of memory; give at most {share} bytes each"
+            f"of memory; give at most {share} bytes each",
+            there_bytes=share,
         )
     groups = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
     return tuple(
@@ -87,7 +92,9 @@ def cpu_label() -> str:
 
 def _pick_gpus(gpus: tuple[Device, ...], *, count: int | None, memory_bytes: int | None) -> tuple[Device, ...]:
     if count is not None and count > len(gpus):
-        raise InputError(f"rota.local: {count} devices were asked for, and this machine shows {len(gpus)} GPUs")
+        raise TooFewDevicesError(
+            f"rota.local: {count} devices were asked for, and this machine shows {len(gpus)} GPUs", there=len(gpus)
+        )
     chosen = gpus[: count or len(gpus)]
     if memory_bytes is None:
         return chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rota.codec import register
@@ -27,6 +27,8 @@ class RunBegan:
     """By which workers that outlive their controller are found again; empty where none do."""
     storage: str = ""
     """Where checkpoints and models go beside the run folder: a URL."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """What the user said of how to run (`asked.py`), so that a resume runs alike."""
 
 
 @register
@@ -41,6 +43,8 @@ class RunResumed:
     retried: tuple[str, ...] = ()
     """Tasks that had ended without finishing, and are tried again."""
     devices: tuple[dict[str, Any], ...] = ()
+    asked: dict[str, Any] = field(default_factory=dict)
+    """What holds from now on."""
 
 
 @register

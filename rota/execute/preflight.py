@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rota.cluster import Cluster
+from rota.cluster.device import LEAST_MARGIN_BYTES, too_little_to_run, too_little_to_spill
 from rota.errors import InputError, RotaError
 from rota.profile.likeness import code_key
 from rota.sweep import Sweep
@@ -26,6 +27,12 @@ def _found(task: Task) -> Task:
         return replace(task, strategy=arrived(task.strategy))
     except InputError as error:
         raise InputError(f"task {task.name!r}: {error}") from error
+
+
+def check_memory(cluster: Cluster) -> None:
+    """InputError for devices in which no task can run."""
+    if refusal := too_little_to_run(min(device.memory_bytes for device in cluster.devices)):
+        raise InputError(refusal)
 
 
 def widths(sweep: Sweep, cluster: Cluster) -> dict[str, int]:
@@ -70,12 +77,15 @@ def check(
     sweep: Sweep, allotted: dict[str, int], cluster: Cluster, *, notice: Callable[[str], None] = lambda text: None
 ) -> None:
     """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
+    memory_bytes = min(device.memory_bytes for device in cluster.devices)
+    for task in sweep:
+        if getattr(task.strategy, "spills", False) and memory_bytes <= LEAST_MARGIN_BYTES:
+            raise InputError(f"task {task.name!r} cannot run as {task.strategy}: {too_little_to_spill(memory_bytes)}")
     if all(isinstance(task.strategy, str) or is_planned_by_workers(task.strategy) for task in sweep):
         return
     from rota.runtime import first_step
     from rota.runtime.planned import check_optimizer
 
-    memory_bytes = min(device.memory_bytes for device in cluster.devices)
     known: set[str] = set()
     for task in sweep:
         if isinstance(task.strategy, str) or is_planned_by_workers(task.strategy):

@@ -113,6 +113,8 @@ class RunRecord:
         self.sweep_digest = ""
         self.storage = ""
         """Where checkpoints and models go beside the run folder."""
+        self.asked: dict[str, Any] = {}
+        """What the user said of how to run, the latest of each."""
         self.session = ""
         """Of the latest controller: by it, workers that outlive theirs are found again."""
         self.state = RunState.RUNNING
@@ -159,6 +161,7 @@ class RunRecord:
         self.name, self.source, self.begin_s = event.name, event.source, time_s
         self.source_digest, self.sweep_digest = event.source_digest, event.sweep_digest
         self.devices, self.session, self.storage = list(event.devices), event.session, event.storage
+        self.asked = dict(event.asked)
         for index, fields in enumerate(event.tasks):
             facts = {key: value for key, value in fields.items() if key not in ("name", "settings")}
             self.tasks[fields["name"]] = TaskRecord(
@@ -175,6 +178,7 @@ class RunRecord:
         self.devices = list(event.devices) or self.devices
         self.session = event.session
         self.storage = event.storage
+        self.asked = dict(event.asked)
         for task in self.tasks.values():
             task.losses = 0
             if task.state is TaskState.RUNNING and task.name not in event.kept:

@@ -12,14 +12,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from rota.cluster import Cluster, local
+from rota.cluster import Cluster
 from rota.cluster.discover import available_cores
 from rota.errors import CheckpointError, InputError, RunMismatchError, StoreError
 from rota.execute import preflight
+from rota.execute.asked import Asked
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
@@ -36,6 +37,9 @@ from rota.store.journal import Journal, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.sweep import Sweep
 
+RETRIES = 2
+"""Of a task whose worker died, by default."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -51,23 +55,17 @@ class RunOptions:
     """How to run, beside what."""
 
     cluster: Cluster | None = None
-    """The devices; by default all of this machine."""
+    """The devices; by default what `asked` says of them."""
+    asked: Asked = field(default_factory=Asked)
+    """What the user said; a resumed run knows what was said before."""
     out: Path | None = None
     """The run folder; by default a new one below runs/."""
-    retries: int = 2
-    """How often a task goes on after its worker died or hung."""
     progress: bool = True
     """Whether to show progress on standard error."""
     retry_failed: bool = False
     """Whether failed tasks of a resumed run are tried again."""
     allow_changes: bool = False
     """Whether a run may be resumed although its sweep has changed."""
-    strategy: str | None = None
-    """How all tasks run on their devices, instead of what they say."""
-    objective: Objective = "makespan"
-    """What the schedule is for: the end of the last task, the mean of the ends of all, or device hours."""
-    profile: bool = True
-    """Whether tasks are measured and scheduled before they run; otherwise the longest go first."""
     storage: str = ""
     """Where checkpoints and models go beside the run folder: a URL that fsspec knows; a resumed run knows its own."""
     code: Path | None = None
@@ -81,38 +79,57 @@ class RunOptions:
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise InputError(f"cluster must be a rota.Cluster such as rota.local(), not {type(self.cluster).__name__}")
 
+    @property
+    def retries(self) -> int:
+        """How often a task goes on after its worker died or hung."""
+        return RETRIES if self.asked.retries is None else self.asked.retries
+
+    @property
+    def strategy(self) -> str | None:
+        """How all tasks run on their devices, instead of what they say."""
+        return self.asked.strategy
+
+    @property
+    def objective(self) -> Objective:
+        """What the schedule is for: the end of the last task, the mean of the ends of all, or device hours."""
+        return cast(Objective, self.asked.objective or "makespan")
+
+    @property
+    def profile(self) -> bool:
+        """Whether tasks are measured and scheduled before they run; otherwise the longest go first."""
+        return self.asked.profile is not False
+
 
 def run(
     sweep: Sweep,
     *,
     cluster: Cluster | None = None,
     out: str | Path | None = None,
-    retries: int = 2,
+    retries: int | None = None,
     progress: bool = True,
     retry_failed: bool = False,
     allow_changes: bool = False,
     strategy: str | None = None,
-    objective: Objective = "makespan",
-    profile: bool = True,
+    objective: Objective | None = None,
+    profile: bool | None = None,
     storage: str = "",
 ) -> Result:
     """Train every task of a sweep and return the result.
 
-    With `out` naming the folder of an earlier run of the same sweep, that run goes on from its checkpoints. Ctrl-C
-    saves every task and raises KeyboardInterrupt; the same call resumes.
+    `retries` is how often a task goes on after its worker died (2), `objective` what counts ("makespan"), `profile`
+    whether tasks are measured before they run (True). With `out` naming the folder of an earlier run of the same sweep,
+    that run goes on from its checkpoints, with what it had of what is not given now. Ctrl-C saves every task and raises
+    KeyboardInterrupt; the same call resumes.
     """
     if not isinstance(sweep, Sweep):
         raise InputError(f"rota.run needs a rota.Sweep, not {type(sweep).__name__}; make one with rota.grid(...)")
     options = RunOptions(
         cluster=cluster,
         out=Path(out) if out is not None else None,
-        retries=retries,
+        asked=Asked(strategy=strategy, objective=objective, profile=profile, retries=retries),
         progress=progress,
         retry_failed=retry_failed,
         allow_changes=allow_changes,
-        strategy=strategy,
-        objective=objective,
-        profile=profile,
         storage=storage,
     )
     result = run_source(lambda: Source(sweep=sweep), options)
@@ -123,12 +140,14 @@ def run(
 
 def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
     """Run the sweep that `load` gives. Workers start first: they import torch while the sweep is read."""
-    cluster = options.cluster or local()
     with contextlib.ExitStack() as stack:
         held = options.out is not None and RunFolder(options.out).exists()
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
-        session = _session(options.out) if options.out is not None and held else ""
+        before = _before(options.out) if options.out is not None and held else RunRecord()
+        session = before.session
+        cluster, options, notes = _as_before(options, before)
+        preflight.check_memory(cluster)
         # Workers that are taken over want to be heard at once, and wait longer for somebody who comes.
         loaded = load() if session and cluster.manager != "local" else None
         backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code, session=session)))
@@ -148,17 +167,51 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             stack.enter_context(folder.held())
         record = _begin_or_resume(folder, source, cluster, options, backend)
         if not all(task.state.ended for task in record.tasks.values()):
-            _carry_out(folder, source.sweep, record, cluster, backend, options, widths)
+            _carry_out(folder, source.sweep, record, cluster, backend, options, widths, notes)
         _collect(folder, record)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)
 
 
-def _session(path: Path) -> str:
-    """By which workers of the controller before may be found; whether the journal is whole is seen later."""
+def _before(path: Path) -> RunRecord:
+    """The run as it stands: how it ran, and by which session its workers are found; a damage is told later."""
     with contextlib.suppress(StoreError):
-        return RunRecord.replay(read_summary(RunFolder(path).journal)).session
-    return ""
+        return RunRecord.replay(read_summary(RunFolder(path).journal))
+    return RunRecord()
+
+
+def _as_before(options: RunOptions, before: RunRecord) -> tuple[Cluster, RunOptions, list[str]]:
+    """The devices, the options with what the run had of those that are not given, and what to say about both."""
+    said = options.asked if options.cluster is None else options.asked.on(options.cluster)
+    asked = said.over(Asked.of(before.asked))
+    if options.cluster is not None:
+        return options.cluster, replace(options, asked=asked.on(options.cluster)), []
+    notes = []
+    if asked != said:
+        notes.append(f"the run goes on as it was begun, with {asked.words()}; options of `rota resume` change that")
+    cluster, lacking = asked.place(said=said)
+    if not lacking and said.devices is None and said.kind is None and said.cluster is None:
+        lacking = _lacking(before.devices, cluster)
+    return cluster, replace(options, asked=asked), notes + lacking
+
+
+def _lacking(had: list[dict[str, Any]], cluster: Cluster) -> list[str]:
+    """What to say where this machine no longer has the devices that a run had; the cores of one are its threads."""
+    before = [len(device.get("cores", ())) for device in had]
+    now = [len(device.cores) for device in cluster.devices]
+    if cluster.manager != "local" or (len(now) >= len(before) and set(now) <= set(before)) or not before:
+        return []
+    digits = "" if set(now) <= set(before) else ", and numbers may differ in their last digits"
+    return [
+        f"the run had {_counted(before)}, and here there {'is' if len(now) == 1 else 'are'} {_counted(now)}; "
+        f"it goes on with that{digits}"
+    ]
+
+
+def _counted(cores: list[int]) -> str:
+    each = "/".join(map(str, sorted(set(cores))))
+    devices = f"{len(cores)} device{'s' if len(cores) > 1 else ''}"
+    return f"{devices} of {each} core{'' if each == '1' else 's'}" if any(cores) else devices
 
 
 def backend_of(cluster: Cluster, *, code: Path | None = None, session: str = "") -> LocalBackend:
@@ -202,7 +255,14 @@ def _begin_or_resume(
         backend.keep(seats)
         kept = tuple({task: None for task, _ in seats.values()})
         storage = _storage(options, record.name, before=record.storage)
-        event = RunResumed(retried=retried, devices=devices, session=backend.session, kept=kept, storage=storage)
+        event = RunResumed(
+            retried=retried,
+            devices=devices,
+            session=backend.session,
+            kept=kept,
+            storage=storage,
+            asked=options.asked.plain(),
+        )
     else:
         event = RunBegan(
             name=folder.path.name,
@@ -213,6 +273,7 @@ def _begin_or_resume(
             devices=devices,
             session=backend.session,
             storage=_storage(options, folder.path.name),
+            asked=options.asked.plain(),
         )
     journal = Journal(folder.journal)
     try:
@@ -289,6 +350,7 @@ def _carry_out(
     backend: LocalBackend,
     options: RunOptions,
     widths: dict[str, int],
+    notes: list[str],
 ) -> None:
     journal = Journal(folder.journal)
     try:
@@ -304,6 +366,8 @@ def _carry_out(
                 retries=options.retries,
                 observer=observer,
             )
+            for text in notes:
+                controller.note(text)
             for node in backend.unseen(folder.journal) if not record.storage else []:
                 controller.note(
                     f"node {node} does not see {folder.path}: what is trained there stays on its own disk and is lost "

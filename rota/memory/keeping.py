@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from rota.errors import CheckpointError, CorruptCheckpointError
@@ -66,7 +67,9 @@ class StoreWriter:
             slab.bytes[: len(data)] = data
             self._tiers.store.write(_REST, slab.bytes)
             del slab
-            self._tiers.store.commit({"step": step, "tree": skeleton, "rest_bytes": len(data)})
+            # What shards kept for their backward passes is on disk, too, and nobody will read it.
+            about = {"step": step, "tree": skeleton, "rest_bytes": len(data)}
+            self._tiers.store.commit(about, items={_REST, *_referred(skeleton)})
             self._tiers.store.remove_unused()
         except CheckpointError as failure:
             error = str(failure)
@@ -81,29 +84,49 @@ class StoreWriter:
         return _Whole(self._tiers.store, writable=False).of(tree)
 
 
-def committed_step(folder: Path) -> int | None:
-    """The step of the last commit of the store in a folder, if there is any."""
+def read_latest(folder: Path, *, than: int | None = None, notice: Callable[[str], None]) -> Any:
+    """The state of the last commit that is whole, or None if there is none of a later step `than` another checkpoint's.
+
+    A damaged one is set aside, and said through `notice`. Tensors are read when they are touched, and need no memory.
+    """
     store = Store(folder)
     try:
-        about = store.recover()
-        return None if about is None else int(about["step"])
+        while True:
+            try:
+                return _read(store, than)
+            except CorruptCheckpointError as error:
+                aside, left = store.fall_back()
+                other = "the checkpoint before it is used" if than is not None else "training begins anew"
+                instead = "the one before it is used" if left else f"there is no other, so {other}"
+                notice(f"the last commit of shards is damaged ({error}); it was set aside as {aside}, and {instead}")
     finally:
         store.close()
 
 
-def read(folder: Path) -> Any:
-    """The state of the last commit. Its tensors are read when they are touched, and no memory is needed for them."""
-    store = Store(folder)
+def _read(store: Store, than: int | None) -> Any:
+    about = store.recover()
     try:
-        about = store.recover()
-        if about is None:
-            raise CorruptCheckpointError(f"{folder} holds no commit")
+        if about is None or (than is not None and int(about["step"]) <= than):
+            return None
         data = memoryview(store.mapped(_REST, writable=False))
         rest = load(bytes(data[: int(about["rest_bytes"])]))
         del rest[""]
         return _Whole(store, writable=True).of(unflatten(about["tree"], rest))
-    finally:
-        store.close()
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise CorruptCheckpointError("commit.json was altered since it was written") from error
+
+
+def _referred(node: Any) -> Iterator[str]:
+    """The items that references in a tree are to."""
+    if isinstance(node, Mapping):
+        if _MARK in node:
+            yield node[_MARK][0]
+        else:
+            for value in node.values():
+                yield from _referred(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _referred(value)
 
 
 class _Whole:

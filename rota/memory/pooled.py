@@ -42,15 +42,16 @@ class Fitting:
     units: tuple[Unit, ...]
 
 
-def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int) -> Fitting:
+def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int, costs: Costs | None = None) -> Fitting:
     """With few shards, or more, so that each unit fits; what they keep is made again only where it must be."""
     shards, again = _FEWEST, False
+    costs = costs or Costs()
     while True:
         cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops)) if again else ()))
         program = cut.program(graph)
         groups = groups_of(program)
         try:
-            step, units = pool_units(program, groups, training, room_bytes=room_bytes)
+            step, units = pool_units(program, groups, training, room_bytes=room_bytes, costs=costs)
             return Fitting(cut=cut, program=program, groups=groups, step=step, units=units)
         except FitError:
             if shards < _MOST:
@@ -62,12 +63,16 @@ def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int) -> Fitting:
 
 
 def pool_units(
-    program: Program, groups: Mapping[str, Group], training: Training, *, room_bytes: int
+    program: Program,
+    groups: Mapping[str, Group],
+    training: Training,
+    *,
+    room_bytes: int,
+    costs: Costs | None = None,
 ) -> tuple[Step, tuple[Unit, ...]]:
     """A step as units. FitError if one needs more room than there is."""
-    step = step_of(
-        program, groups, Footprints(program.refined, plain_random=True), training, predicted_seconds(program, Costs())
-    )
+    seconds = predicted_seconds(program, costs or Costs())
+    step = step_of(program, groups, Footprints(program.refined, plain_random=True), training, seconds)
     movable = {
         item
         for group in groups.values()

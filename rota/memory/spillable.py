@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rota.cluster.device import LEAST_MARGIN_BYTES
 from rota.errors import TaskError
 from rota.graph.graph import Graph, Role
 from rota.memory.optimizers import update_work
@@ -15,8 +16,6 @@ from rota.runtime.executor import Parts, check_gradient
 from rota.runtime.planned import needs_of
 
 _MARGIN = 0.03
-_LEAST_MARGIN_BYTES = 24 * 2**20
-"""The code of shards is made in the first step, and takes some megabytes by itself."""
 
 
 def check_spillable(parts: Parts, graph: Graph) -> None:
@@ -62,4 +61,4 @@ def _fixed_bytes(graph: Graph, batch: Any) -> int:
 
 def margin_bytes(memory_bytes: int) -> int:
     """What is left to allocators, beside all that is counted."""
-    return max(_LEAST_MARGIN_BYTES, int(_MARGIN * memory_bytes))
+    return max(LEAST_MARGIN_BYTES, int(_MARGIN * memory_bytes))

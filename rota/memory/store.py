@@ -1,32 +1,37 @@
 """Shards on disk, past the page cache, in versions: what a commit refers to is never written over.
 
-Each item has two files. The version that the last commit refers to is in the one; newer ones go to the other, over and
-over, until the next commit makes it the one. So a commit copies nothing, and whatever dies at whatever moment, the last
-commit can be read.
+Each item has up to three files. Those that the last commit and the one before it refer to are left alone; what is newer
+goes to another, over and over, until the next commit. So a commit copies nothing, whatever dies at whatever moment, the
+last commit can be read, and where that is damaged, the one before it can.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rota.errors import CheckpointError, CorruptCheckpointError
+from rota.errors import CheckpointError, CorruptCheckpointError, FullDiskError
 from rota.memory.slab import ALIGNMENT
-from rota.state.files import make_private_folder, replacing
+from rota.state.files import make_private_folder, replacing, sync_file, sync_folder
 
-_FORMAT = 2
+_FORMAT = 3
 _RECORD = "commit.json"
+_BEFORE = "commit-before.json"
+"""The commit before the last one."""
+_DAMAGED = f"{_RECORD}.damaged"
+_SLOTS = (0, 1, 2)
 _CHUNK_BYTES = 8 * 2**20
 """Read or written in one call, so that a request ends soon when it is to end."""
 
@@ -49,6 +54,8 @@ class Store:
         self._notice = notice
         self._current: dict[str, Version] = {}
         self._committed: dict[str, Version] = {}
+        self._before: dict[str, Version] = {}
+        """Of the commit before the last one."""
         self._handles: dict[tuple[str, int], int] = {}
         self._unsynced: set[tuple[str, int]] = set()
         self._direct = True
@@ -62,10 +69,10 @@ class Store:
         return item in self._current
 
     def write(self, item: str, data: memoryview) -> None:
-        """A new version, which is read from now on. The last commit keeps its own."""
+        """A new version, which is read from now on. The last two commits keep their own."""
         assert len(data) % ALIGNMENT == 0
-        committed = self._committed.get(item)
-        slot = 1 - committed.slot if committed is not None else 0
+        taken = {commit[item].slot for commit in (self._committed, self._before) if item in commit}
+        slot = next(slot for slot in _SLOTS if slot not in taken)
         handle = self._handle(item, slot)
         with _told(f"{item} cannot be written to {self._folder}"):
             done = 0
@@ -91,7 +98,7 @@ class Store:
         if count == 0:
             raise CorruptCheckpointError(
                 f"{self._path(item, version.slot)} ends after {offset} of {version.size_bytes} bytes; "
-                "go on from another checkpoint"
+                "run `rota resume --failed` to go on from the last commit"
             )
         return count
 
@@ -115,18 +122,20 @@ class Store:
         """
         version = self._current[item]
         path = self._path(item, version.slot)
-        with _told(f"{item} cannot be read from {self._folder}"), open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < version.size_bytes:
-                raise CorruptCheckpointError(
-                    f"{path} has less than the {version.size_bytes} bytes that were committed; "
-                    "go on from another checkpoint"
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < version.size_bytes:
+                    raise CorruptCheckpointError(
+                        f"{path.name} has less than the {version.size_bytes} bytes that were committed"
+                    )
+                found = mmap.mmap(
+                    file.fileno(), version.size_bytes, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
                 )
-            found = mmap.mmap(
-                file.fileno(), version.size_bytes, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
-            )
+        except OSError as error:
+            raise CorruptCheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
         with memoryview(found) as data:
             if version.checksum is not None and checksum(data) != version.checksum:
-                raise CorruptCheckpointError(f"{path} was altered since it was written; go on from another checkpoint")
+                raise CorruptCheckpointError(f"{path.name} was altered since it was written")
         return found
 
     # ---- commits ----
@@ -135,54 +144,85 @@ class Store:
         """None of the present versions is of use any more; those of the last commit stay until the next one."""
         self._current = {}
 
-    def commit(self, about: Mapping[str, Any]) -> None:
-        """Make the present versions what a new start finds, with something to remember about them."""
+    def commit(self, about: Mapping[str, Any], *, items: Collection[str] | None = None) -> None:
+        """Make the present versions what a new start finds, with something to remember about them.
+
+        Of `items` only, if they are given: what nobody will ask for then need not be looked at.
+        """
+        wanted = {item: one for item, one in self._current.items() if items is None or item in items}
         with _told(f"a commit cannot be written to {self._folder}"):
-            for item, slot in sorted(self._unsynced):
-                os.fdatasync(self._handle(item, slot))
-            for item, version in self._current.items():
+            for item, version in wanted.items():
+                if (item, version.slot) in self._unsynced:
+                    os.fdatasync(self._handle(item, version.slot))
+                    self._unsynced.discard((item, version.slot))
                 if version.checksum is None:
-                    self._current[item] = self._summed(item, version)
-            versions = {
-                item: [version.slot, version.size_bytes, version.checksum] for item, version in self._current.items()
-            }
+                    self._current[item] = wanted[item] = self._summed(item, version)
+            versions = {item: [one.slot, one.size_bytes, one.checksum] for item, one in wanted.items()}
             with replacing(self._folder / _RECORD) as side:
-                text = json.dumps({"format": _FORMAT, "items": versions, "about": dict(about)})
-                side.write_text(text, encoding="utf-8")
+                text = json.dumps({"items": versions, "about": dict(about)})
+                side.write_text(f"{json.dumps(_header(text))}\n{text}", encoding="utf-8")
                 side.chmod(0o600)
-        self._unsynced.clear()
-        self._committed = dict(self._current)
+                sync_file(side)
+                # Whoever dies between this and what follows leaves the one before, which is then the last one.
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self._folder / _RECORD, self._folder / _BEFORE)
+        self._before, self._committed = self._committed, wanted
 
     def recover(self) -> dict[str, Any] | None:
-        """Go back to the last commit: what is to be remembered of it, or None if there is none."""
-        try:
-            text = (self._folder / _RECORD).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        try:
-            plain = json.loads(text)
-            if plain["format"] != _FORMAT:
-                raise CheckpointError(
-                    f"{self._folder / _RECORD} was written by another version of rota (format {plain['format']}); "
-                    "go on with that version"
-                )
-            found = {
-                str(item): Version(slot=int(slot), size_bytes=int(size), checksum=int(summed))
-                for item, (slot, size, summed) in plain["items"].items()
-            }
-            about = dict(plain["about"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{self._folder / _RECORD} is damaged ({error})") from error
-        self._current, self._committed = found, dict(found)
+        """Go back to the last commit: what is to be remembered of it, or None if there is none.
+
+        CorruptCheckpointError if it is damaged; `fall_back` then makes the one before it the last one.
+        """
+        self._current, self._committed, self._before = {}, {}, {}
         self._unsynced.clear()
+        record, before = self._folder / _RECORD, self._folder / _BEFORE
+        if not record.exists():
+            if not before.exists():
+                return None
+            with _told(f"the last commit in {self._folder} cannot be used"):
+                os.replace(before, record)
+        self._committed, about = self._read_record(_RECORD)
+        self._current = dict(self._committed)
+        with contextlib.suppress(CorruptCheckpointError):
+            self._before, _ = self._read_record(_BEFORE) if before.exists() else ({}, None)
         return about
 
+    def _read_record(self, name: str) -> tuple[dict[str, Version], dict[str, Any]]:
+        path = self._folder / name
+        try:
+            first, _, text = path.read_text(encoding="utf-8").partition("\n")
+            header = json.loads(first)
+            if header["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"{path} was written by another version of rota (format {header['format']}); "
+                    "go on with that version"
+                )
+            if header != _header(text):
+                raise ValueError("another checksum")
+            plain = json.loads(text)
+            found = {str(item): _version(*facts) for item, facts in plain["items"].items()}
+            return found, dict(plain["about"])
+        except OSError as error:
+            raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{name} was altered since it was written") from error
+
+    def fall_back(self) -> tuple[str, bool]:
+        """Set the last commit aside: under which name, and whether there is one before it, which is now the last."""
+        with _told(f"what is damaged in {self._folder} cannot be set aside"):
+            os.replace(self._folder / _RECORD, self._folder / _DAMAGED)
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._folder / _BEFORE, self._folder / _RECORD)
+            sync_folder(self._folder)
+        return _DAMAGED, (self._folder / _RECORD).exists()
+
     def remove_unused(self) -> None:
-        """Remove the files of items that the last commit does not have."""
+        """Remove the files of items that neither of the last commits has."""
         for path in self._folder.iterdir():
             item = path.name.rpartition(".")[0]
-            if path.name != _RECORD and item not in self._current and item not in self._committed:
-                for slot in (0, 1):
+            known = any(item in one for one in (self._current, self._committed, self._before))
+            if path.name not in (_RECORD, _BEFORE, _DAMAGED) and not known:
+                for slot in _SLOTS:
                     handle = self._handles.pop((item, slot), None)
                     if handle is not None:
                         os.close(handle)
@@ -224,6 +264,17 @@ class Store:
             return os.open(path, flags, 0o600)
 
 
+def _header(text: str) -> dict[str, Any]:
+    """What stands above a record: numbers in it are as much a part of the state as tensors are."""
+    return {"format": _FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _version(slot: int, size_bytes: int, summed: int) -> Version:
+    if slot not in _SLOTS:
+        raise ValueError(f"there is no file {slot}")
+    return Version(slot=int(slot), size_bytes=int(size_bytes), checksum=int(summed))
+
+
 def checksum(data: memoryview, before: int = 0) -> int:
     """Of whole pages, behind others: a bit that is not as it was changes it, and so does a page at another place.
 
@@ -239,5 +290,5 @@ def _told(what: str) -> Any:
     try:
         yield
     except OSError as error:
-        hint = "; make room on the disk, then resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise CheckpointError(f"{what} ({error.strerror}){hint}") from error
+        kind = FullDiskError if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+        raise kind(f"{what} ({error.strerror})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rota.errors import InputError
+from rota.execute.asked import Asked
 from rota.execute.states import RunState
 from rota.report.format import duration
 from rota.report.format import metric as format_metric
@@ -70,4 +71,6 @@ def summary_words(result: Result) -> str:
     lines.append(f"report      {result.report_path}")
     if result.state is RunState.INTERRUPTED:
         lines.append(f"interrupted; go on with: rota resume {result.path}")
+        if words := Asked.of(result.record.asked).words():
+            lines.append(f"            (it then has {words}, as now)")
     return "\n".join(lines)

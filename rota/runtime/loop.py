@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rota.errors import CheckpointError, PeerError, RotaError, TaskError
+from rota.errors import CheckpointError, FullDiskError, PeerError, RotaError, TaskError
 from rota.runtime import limits
 from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts
 from rota.runtime.gang import Gang
@@ -105,7 +105,10 @@ class Loop:
             self._metrics.flush()
             if isinstance(error, TaskError | PeerError):
                 raise
-            raise TaskError(str(error)) from error
+            room = (
+                "; make room on the disk, then run `rota resume --failed`" if isinstance(error, FullDiskError) else ""
+            )
+            raise TaskError(f"{error}{room}") from error
         finally:
             self._outside.watch("", limit_s=None, retry=False, step=self.step)
             self._writer.wait()
@@ -170,9 +173,9 @@ class Loop:
         if (self._folder / STORE_FOLDER).is_dir():
             from rota.memory import keeping
 
-            step = keeping.committed_step(self._folder / STORE_FOLDER)
-            if step is not None and (tree is None or tree["training"]["step"] < step):
-                return keeping.read(self._folder / STORE_FOLDER)
+            than = None if tree is None else int(tree["training"]["step"])
+            later = keeping.read_latest(self._folder / STORE_FOLDER, than=than, notice=notice)
+            tree = tree if later is None else later
         return tree
 
     def _choose(self, parts: Parts, batch: Any) -> Executor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rota.errors import DivergedError, InputError, PeerError, TaskError
+from rota.errors import CheckpointError, DivergedError, InputError, PeerError, TaskError
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "cannot allocate memory")
@@ -20,8 +20,8 @@ def calling(what: str) -> Iterator[None]:
     """Run the user's code; `what` names it in the error: "the model factory"."""
     try:
         yield
-    except (TaskError, DivergedError, PeerError):
-        raise
+    except (TaskError, DivergedError, PeerError, CheckpointError):
+        raise  # the last is what a disk says to what leaves memory: it happens within the user's code, and is not of it
     except InputError as error:  # raised by Data, Task or a cursor: already a sentence
         raise TaskError(f"{what}: {error}") from error
     except (Exception, SystemExit) as error:

@@ -43,6 +43,15 @@ def test_devices_and_doctor_print_json(tmp_path):
         (("run", "names.py"), "names.py: task name '../x' cannot be used"),
         (("run", "empty.py", "--devices", "0"), "devices must be a whole number of at least 1"),
         (("run", "empty.py", "--memory", "lots"), "'lots' is not a size"),
+        (
+            ("run", "empty.py", "--memory", "1KiB"),
+            "1 KiB of memory is too little for any task; give each device at least 8",
+        ),
+        (("run", "one.py", "--memory", "20MiB", "--strategy", "spill"), "give each device more than 24 MiB (--memory)"),
+        (
+            ("run", "one.py", "--memory", "20MiB", "--strategy", "pool"),
+            "task 'a' cannot run as pool: 20 MiB of memory is",
+        ),
         (("run", "empty.py", "--retries", "-1"), "retries must be a whole number of at least 0"),
         (("status",), "there is no run in runs"),
         (("resume", "gone"), "there is no run 'gone'"),
@@ -55,6 +64,7 @@ def test_wrong_input_is_one_sentence_and_code_two(tmp_path, arguments, sentence)
     files = {
         "empty.py": "x = 1\n",
         "two.py": f"import rota\none = rota.Sweep(tasks=[{task}])\ntwo = rota.Sweep(tasks=[{task}])\n",
+        "one.py": f"import rota\nsweep = rota.Sweep(tasks=[{task}])\n",
         "broken.py": "x = 1\ny = (\n",
         "raising.py": "def f():\n    pass\n1 / 0\n",
         "names.py": f"import rota\nsweep = rota.Sweep(tasks=[{task.replace(chr(39) + 'a' + chr(39), repr('../x'))}])\n",

@@ -99,6 +99,83 @@ def test_a_task_is_captured_in_its_precision(explain, tmp_path, precision):
     assert gradient["received_bytes"] == 2 * 16 * (8 if precision == "float64" else 4)
 
 
+POOL = """
+import torch
+import torch.nn.functional as F
+import rota
+
+
+def task(name, depth, steps):
+    def model():
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(depth)))
+
+    return rota.Task(
+        name=name,
+        model=model,
+        data=lambda: rota.Data(train=torch.randn(8, 64), batch_size=4),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+        steps=steps,
+    )
+
+
+sweep = rota.Sweep(tasks=[task("long", 4, 30), task("short", 2, 10)])
+"""
+
+
+@pytest.fixture
+def pool_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROTA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "pool.py").write_text(POOL)
+    return "pool.py"
+
+
+def test_a_pool_is_told_with_all_its_tasks_the_bound_and_when_it_ends(explain, pool_file):
+    options = (pool_file, "--strategy", "pool", "--memory", "64MiB", "--devices", "2")
+    code, out, err = explain(*options)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("pool    2 tasks on 2 devices of 64 MiB: a unit has 20 MiB")
+    assert [line.split()[0] for line in lines[1:3]] == ["bound", "ends"]
+    assert [line.split()[0] for line in lines[4:7]] == ["task", "long", "short"]
+    told = json.loads(explain(*options, "--json")[1])
+    assert [task["name"] for task in told["tasks"]] == ["long", "short"]
+    totals = [task["steps"] * sum(unit["seconds"] for unit in task["units"]) for task in told["tasks"]]
+    assert told["bound_s"] == pytest.approx(max(sum(totals) / 2, max(totals)))
+    assert told["makespan_s"] >= told["bound_s"] * 0.999
+    for task in told["tasks"]:
+        assert all(unit["seconds"] > 0 and unit["size_bytes"] >= unit["comes_bytes"] > 0 for unit in task["units"])
+        assert task["read_bytes"] == sum(unit["comes_bytes"] for unit in task["units"])
+
+
+def test_one_task_of_a_pool_is_told_with_its_units(explain, pool_file):
+    code, out, err = explain(pool_file, "--strategy", "pool", "--memory", "64MiB", "--task", "short")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert "1 task on 1 device" in lines[0]
+    units = lines[lines.index("") + 4 :]
+    assert units[0].split() == ["unit", "stages", "takes", "needs", "comes", "leaves"]
+    assert "forward pass" in units[1]
+    assert "backward pass" in units[-1]
+    assert len(units) == 1 + int(lines[5].split()[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        ((), 2, "a pool depends on the memory of its devices; say how much that is, such as --memory 1GiB"),
+        (("--memory", "64MiB", "--devices", "0"), 2, "at least 1 device"),
+        (("--memory", "1KiB"), 2, "1 KiB of memory is too little for any model: 24 MiB are left to allocators"),
+        (("--memory", "24.01MiB"), 1, "the task needs a device with at least 24.3 MiB, and this one has 24 MiB"),
+    ],
+)
+def test_what_a_pool_lacks_is_one_sentence(explain, pool_file, options, code, sentence):
+    found, out, err = explain(pool_file, "--strategy", "pool", "--task", "long", *options)
+    assert (found, out) == (code, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
 SWEEP = """
 import torch
 import rota

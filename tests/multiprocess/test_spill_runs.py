@@ -204,4 +204,24 @@ def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
     assert re.search(r"limited by (compute|read|write)", text)
     refused = cli.run("explain", file, "--strategy", "spill", "--memory", "40MiB")
     assert refused.returncode == 1
-    assert "give it at least" in refused.stderr
+    assert "the task needs a device with at least" in refused.stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_resumed_run_has_the_devices_the_memory_and_the_strategy_that_it_was_begun_with(cli, sweep_file, tmp_path):
+    file = sweep_file(text=SWEEP.replace("steps=12", "steps=20"))
+    options = ("--devices", "1", "--memory", "200MiB", "--strategy", "spill", "--retries", "1")
+    process = cli.start("run", file, "--out", "run", *options)
+    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "rota resume run" in out
+    assert "--devices 1 --memory 200MiB --strategy spill --retries 1" in out
+    done = cli.run("resume", "run", timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "goes on as it was begun, with --devices 1 --memory 200MiB --strategy spill" in done.stderr
+    result = rota.open_run(tmp_path / "run")
+    assert [device["memory_bytes"] for device in result.record.devices] == [200 * 2**20]
+    assert result.record.asked == {"devices": 1, "memory": "200MiB", "strategy": "spill", "retries": 1}
+    assert sum("spill: " in text for text in result.record.tasks["wide"].notices) == 2

@@ -19,7 +19,7 @@ from rota.memory.slab import Budget, Slab
 from rota.runtime import loop as loop_module
 from rota.runtime import one_device, probe
 from rota.runtime.loop import Loop
-from rota.runtime.messages import Finished, Halted, Noticed
+from rota.runtime.messages import Began, Finished, Halted, Noticed
 from rota.strategies import spill
 from rota.task import Data
 from rota.testing import plain, zoo
@@ -59,11 +59,14 @@ class Listening(Surroundings):
     def __init__(self, **options):
         super().__init__(**options)
         self.notices = []
+        self.from_step = None
 
     def report(self, report):
         super().report(report)
         if isinstance(report, Noticed):
             self.notices.append(report.text)
+        if isinstance(report, Began):
+            self.from_step = report.from_step
 
 
 def train(task, folder, surroundings, attempt=1, memory_bytes=MEMORY):
@@ -228,20 +231,6 @@ def test_a_device_of_which_the_memory_is_unknown_is_refused(strategy, tmp_path):
         train(gpt_task(strategy=strategy), tmp_path, Surroundings(), memory_bytes=0)
 
 
-def test_a_bit_of_a_shard_that_flipped_is_told(tmp_path):
-    task = gpt_task(strategy=spill(shards=4))
-    assert isinstance(train(task, tmp_path, Surroundings(halt_after=7)), Halted)
-    record = json.loads((tmp_path / "shards" / "commit.json").read_text())
-    item = next(name for name in record["items"] if name.endswith("moments"))
-    with open(tmp_path / "shards" / f"{item}.{record['items'][item][0]}", "r+b") as file:
-        file.seek(100)
-        byte = file.read(1)[0]
-        file.seek(100)
-        file.write(bytes([byte ^ 16]))
-    with pytest.raises(TaskError, match="was altered since it was written"):
-        train(task, tmp_path, Surroundings(), 2)
-
-
 @pytest.mark.parametrize(
     "task", [TASKS["accumulation"], TASKS["BatchNorm and a dict of metrics"]], ids=["gpt", "resnet"]
 )
@@ -390,7 +379,8 @@ def test_a_disk_that_fails_fails_the_task_clearly_and_the_last_commit_stands(tmp
         return original(*args)
 
     monkeypatch.setattr(os, call, failing)
-    with pytest.raises(TaskError, match=r"cannot be (written to|read from) .*\(broken\)"):
+    advice = "; make room on the disk, then run `rota resume --failed`" if call == "pwrite" else ""
+    with pytest.raises(TaskError, match=rf"^\S+ cannot be (written to|read from) \S+ \(broken\){advice}$"):
         train(task, tmp_path, Surroundings(), attempt=2)
     monkeypatch.undo()
     surroundings = Surroundings()
@@ -399,21 +389,77 @@ def test_a_disk_that_fails_fails_the_task_clearly_and_the_last_commit_stands(tmp
     assert [surroundings.rows[step] for step in sorted(surroundings.rows)] == first[-len(surroundings.rows) :]
 
 
-def test_a_shard_that_was_cut_short_is_never_a_wrong_number(tmp_path):
-    task = halted_task(tmp_path)
-    record = json.loads((tmp_path / "shards" / "commit.json").read_text())
-    slot = record["items"]["group1-weights"][0]
-    file = tmp_path / "shards" / f"group1-weights.{slot}"
+def committed_file(folder, ending, record="commit.json"):
+    """The file of an item that a commit refers to."""
+    items = json.loads((folder / record).read_text().partition("\n")[2])["items"]
+    item = next(name for name in items if name.endswith(ending))
+    return folder / f"{item}.{items[item][0]}"
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[100] ^= 16
+    file.write_bytes(data)
+
+
+def a_moment_flips(folder):
+    flip(committed_file(folder, "moments"))
+
+
+def a_weight_is_cut_short(folder):
+    file = committed_file(folder, "weights")
     os.truncate(file, file.stat().st_size - 4096)
-    with pytest.raises(TaskError, match=r"has less than the \d+ bytes that were committed"):
-        train(task, tmp_path, Surroundings(), attempt=2)
 
 
-def test_a_commit_record_that_is_damaged_is_told(tmp_path):
-    task = halted_task(tmp_path)
-    (tmp_path / "shards" / "commit.json").write_text("{}")
-    with pytest.raises(TaskError, match=r"commit.json is damaged"):
-        train(task, tmp_path, Surroundings(), attempt=2)
+def the_rest_is_gone(folder):
+    committed_file(folder, "rest").unlink()
+
+
+def the_record_is_garbage(folder):
+    (folder / "commit.json").write_bytes(b"\xff\x00garbage")
+
+
+def a_number_of_the_record_changes(folder):
+    text = (folder / "commit.json").read_text()
+    assert '"step": 5' in text
+    (folder / "commit.json").write_text(text.replace('"step": 5', '"step": 4'))
+
+
+DAMAGES = [
+    (a_moment_flips, "was altered since it was written"),
+    (a_weight_is_cut_short, "bytes that were committed"),
+    (the_rest_is_gone, "cannot be read: No such file"),
+    (the_record_is_garbage, "commit.json was altered"),
+    (a_number_of_the_record_changes, "commit.json was altered"),
+]
+
+
+@pytest.mark.parametrize(("damage", "sentence"), DAMAGES)
+def test_where_the_last_commit_is_damaged_the_one_before_it_is_used(damage, sentence, tmp_path):
+    task = gpt_task(strategy=spill(shards=4), steps=8, valid_every=None, checkpoint_every=2)
+    first = Listening(halt_after=5)
+    assert train(task, tmp_path, first) == Halted(task="gpt", attempt=1, step=5)
+    damage(tmp_path / "shards")
+    again = Listening()
+    assert isinstance(train(task, tmp_path, again, attempt=2), Finished)
+    told = next(text for text in again.notices if "damaged" in text)
+    assert sentence in told
+    assert "set aside as commit.json.damaged, and the one before it is used" in told
+    assert again.from_step == 4
+    assert_equals_plain(task, tmp_path, first.rows | again.rows)
+
+
+def test_where_no_commit_is_whole_training_begins_anew(tmp_path):
+    task = gpt_task(strategy=spill(shards=4), steps=6, valid_every=None, checkpoint_every=2)
+    assert isinstance(train(task, tmp_path, Listening(halt_after=5)), Halted)
+    the_record_is_garbage(tmp_path / "shards")
+    flip(committed_file(tmp_path / "shards", "weights", "commit-before.json"))
+    again = Listening()
+    assert isinstance(train(task, tmp_path, again, attempt=2), Finished)
+    told = [text for text in again.notices if "damaged" in text]
+    assert ["the one before it is used" in text for text in told] == [True, False]
+    assert "there is no other, so training begins anew" in told[1]
+    assert_equals_plain(task, tmp_path, again.rows)
 
 
 def test_a_task_that_was_thought_to_fit_and_does_not_is_offered_to_spill(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.errors import CheckpointError, CorruptCheckpointError, FitError
+from rota.errors import CheckpointError, CorruptCheckpointError, FitError, FullDiskError
 from rota.memory.mover import Mover
 from rota.memory.slab import ALIGNMENT, Budget, Shelf, Slab
 from rota.memory.store import Store
@@ -133,7 +133,7 @@ def test_a_write_that_is_cut_short_leaves_the_commit_as_it_was(store, tmp_path, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"a cannot be written to .*make room on the disk"):
+    with pytest.raises(FullDiskError, match=r"a cannot be written to .*No space left on device"):
         store.write("a", slab(2).bytes)
     again, about = reopened(tmp_path)
     assert about == {"step": 1}
@@ -173,13 +173,131 @@ def test_a_flipped_bit_in_what_was_committed_is_an_error(store, tmp_path):
     again.close()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 2, "items": {"a": [0]}, "about": {}}'])
-def test_a_damaged_record_is_an_error(store, tmp_path, text):
+def altered(text):
+    return text.replace(b'"step": 7', b'"step": 8')
+
+
+def cut(text):
+    return text[: len(text) // 2]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: b"", lambda text: b"{", lambda text: b"[]", lambda text: b"\xff\x00" * 40, altered, cut]
+)
+def test_a_damaged_record_is_an_error(store, tmp_path, damage):
     store.write("a", slab(1).bytes)
-    store.commit({})
-    (tmp_path / "store" / "commit.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"commit.json"):
+    store.commit({"step": 7})
+    record = tmp_path / "store" / "commit.json"
+    text = record.read_bytes()
+    assert damage(text) != text
+    record.write_bytes(damage(text))
+    with pytest.raises(CorruptCheckpointError, match=r"commit.json was altered"):
         reopened(tmp_path)
+
+
+def test_a_record_of_another_format_is_for_another_version(store, tmp_path):
+    (tmp_path / "store" / "commit.json").write_text('{"format": 2, "items": {}, "about": {}}')
+    with pytest.raises(CheckpointError, match=r"another version of rota \(format 2\)"):
+        reopened(tmp_path)
+
+
+# ---- the commit before the last one ----
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(st.tuples(st.sampled_from("abc"), st.integers(1, 255)), st.just("commit"), st.just("die"))))
+def test_the_commit_before_the_last_one_is_as_it_was_whatever_came_after_it(tmp_path_factory, moves):
+    folder = tmp_path_factory.mktemp("s")
+    store, _ = reopened(folder)
+    now, commits = {}, []
+    for move in moves:
+        if move == "commit":
+            store.commit({"items": dict(now)})
+            commits.append(dict(now))
+        elif move == "die":
+            store.close()
+            store, _ = reopened(folder)
+            now = dict(commits[-1]) if commits else {}
+        else:
+            item, fill = move
+            store.write(item, slab(fill, pages=1).bytes)
+            now[item] = fill
+    store.close()
+    if not commits:
+        return
+    store, _ = reopened(folder)
+    assert store.fall_back() == ("commit.json.damaged", len(commits) > 1)
+    about = store.recover()
+    assert about == ({"items": commits[-2]} if len(commits) > 1 else None)
+    for item, fill in (commits[-2] if len(commits) > 1 else {}).items():
+        assert set(store.mapped(item, writable=False)[:]) == {fill}
+    store.close()
+
+
+def test_after_falling_back_what_is_used_is_not_written_over(store, tmp_path):
+    for fill in (1, 2):
+        store.write("a", slab(fill).bytes)
+        store.commit({"step": fill})
+    store.fall_back()
+    for fill in (3, 4):
+        again, about = reopened(tmp_path)
+        assert about == {"step": 1}
+        again.start_over()
+        again.write("a", slab(fill).bytes)
+        again.close()
+    again, about = reopened(tmp_path)
+    assert read(again, "a") == {1}
+    again.close()
+
+
+def test_a_commit_that_is_cut_short_between_its_two_renames_leaves_the_last_one(store, tmp_path, monkeypatch):
+    store.write("a", slab(1).bytes)
+    store.commit({"step": 1})
+    store.write("a", slab(2).bytes)
+    real, calls = os.replace, []
+
+    def dying(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", dying)
+    with pytest.raises(CheckpointError, match="a commit cannot be written"):
+        store.commit({"step": 2})
+    monkeypatch.undo()
+    again, about = reopened(tmp_path)
+    assert about == {"step": 1}
+    assert read(again, "a") == {1}
+    again.close()
+
+
+def test_a_commit_of_some_items_leaves_the_others_to_be_written_over(store, tmp_path):
+    for number in range(4):
+        store.write("weights", slab(number + 1).bytes)
+        store.write("tape", slab(100 + number).bytes)
+        store.commit({"step": number}, items={"weights"})
+        assert read(store, "tape") == {100 + number}
+    assert sorted(path.name for path in (tmp_path / "store").glob("tape.*")) == ["tape.0"]
+    assert len(list((tmp_path / "store").glob("weights.*"))) == 3
+    again, _ = reopened(tmp_path)
+    assert "tape" not in again
+    assert read(again, "weights") == {4}
+    again.close()
+
+
+@pytest.mark.parametrize("name", ["commit.json", "commit-before.json"])
+def test_what_is_unused_goes_and_commits_stay(store, tmp_path, name):
+    for fill in (1, 2):
+        store.write("a", slab(fill).bytes)
+        store.write("b", slab(fill).bytes)
+        store.commit({"step": fill}, items={"a"} if fill == 2 else None)
+    store.close()
+    again, _ = reopened(tmp_path)
+    again.remove_unused()
+    kept = {path.name for path in (tmp_path / "store").iterdir()}
+    assert {name, "a.0", "a.1", "b.0"} <= kept
+    again.close()
 
 
 def test_where_the_page_cache_cannot_be_passed_it_is_said_once(tmp_path, monkeypatch):

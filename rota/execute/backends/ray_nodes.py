@@ -15,9 +15,9 @@ import psutil
 import ray as untyped_ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.cluster.device import Cluster, Device, parse_bytes
+from rota.cluster.device import Cluster, Device, parse_bytes, said
 from rota.cluster.discover import available_cores, cpu_label
-from rota.errors import InputError
+from rota.errors import InputError, TooFewDevicesError
 
 ray_: Any = untyped_ray
 
@@ -40,7 +40,9 @@ def ray_cluster(address: str | None = None, *, devices: int | None = None, memor
         raise InputError("rota.ray: the cluster has no CPUs; add a node with `ray start`")
     if devices is not None:
         if devices > len(found):
-            raise InputError(f"rota.ray: {devices} devices were asked for, and the cluster has {len(found)}")
+            raise TooFewDevicesError(
+                f"rota.ray: {devices} devices were asked for, and the cluster has {len(found)}", there=len(found)
+            )
         found = found[:devices]
     used = {device.node for device in found}
     chosen = tuple((names[node["NodeID"]], node["NodeID"]) for node in nodes if names[node["NodeID"]] in used)
@@ -50,6 +52,7 @@ def ray_cluster(address: str | None = None, *, devices: int | None = None, memor
         nodes=chosen,
         grows=devices is None,
         memory_is_said=memory is not None,
+        asked=said(cluster=f"ray={address}" if address else "ray", devices=devices, memory=memory),
     )
 
 

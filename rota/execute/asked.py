@@ -1,0 +1,100 @@
+"""What the user said of how to run: it is kept with the run, so that a resume runs as the run did."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Any
+
+from rota.cluster import Cluster, local
+from rota.cluster.device import format_bytes
+from rota.errors import InputError, StoreError, TooFewDevicesError, TooLittleMemoryError
+from rota.execute.clusters import ray
+
+_PLACE = ("cluster", "devices", "memory", "kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Options of a run; None is what nobody said anything about."""
+
+    cluster: str | None = None
+    """"local", "ray" or "ray=ADDRESS"."""
+    devices: int | None = None
+    memory: str | int | None = None
+    """Of each device, as it was written."""
+    kind: str | None = None
+    strategy: str | None = None
+    objective: str | None = None
+    profile: bool | None = None
+    retries: int | None = None
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Asked:
+        """What `plain` gave; StoreError for anything else."""
+        kinds: dict[str, type | UnionType] = {"devices": int, "retries": int, "profile": bool, "memory": str | int}
+        for name, value in plain.items():
+            if name not in cls.__dataclass_fields__ or not isinstance(value, kinds.get(name, str)):
+                raise StoreError(f"the journal has an option {name} = {value!r} that cannot be understood")
+        return cls(**plain)
+
+    def plain(self) -> dict[str, Any]:
+        """What was said, as JSON values."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def over(self, before: Asked) -> Asked:
+        """What holds when this is said after what was said before; devices of another cluster are other devices."""
+        if self.cluster is not None and self.cluster != (before.cluster or "local"):
+            before = replace(before, devices=None, memory=None, kind=None)
+        return Asked(**{**before.plain(), **self.plain()})
+
+    def on(self, cluster: Cluster) -> Asked:
+        """With the devices that a script has made itself, as far as they can be said in words."""
+        place = dict.fromkeys(_PLACE) | dict(cluster.asked)
+        return replace(self, **place)
+
+    def words(self) -> str:
+        """As options of the command line."""
+        said = self.plain()
+        flags = "" if said.pop("profile", True) else " --no-profile"
+        return (" ".join(f"--{name} {shlex.quote(str(value))}" for name, value in said.items()) + flags).strip()
+
+    def place(self, *, said: Asked) -> tuple[Cluster, list[str]]:
+        """The devices, and what is not as it was asked for.
+
+        What was `said` now must be there; of what was said when the run began, there may be less by now.
+        """
+        asked, notes = self, list[str]()
+        while True:
+            try:
+                return _cluster(asked), notes
+            except TooFewDevicesError as error:
+                if said.devices is not None or asked.devices is None:
+                    raise
+                notes.append(
+                    f"the run was begun with --devices {asked.devices}, and only {error.there} are here now; "
+                    f"it goes on with {error.there}"
+                )
+                asked = replace(asked, devices=error.there)
+            except TooLittleMemoryError as error:
+                if said.memory is not None or asked.memory is None:
+                    raise
+                notes.append(
+                    f"the run was begun with --memory {asked.memory}, and here each device can have at most "
+                    f"{format_bytes(error.there_bytes)}; it goes on with that"
+                )
+                asked = replace(asked, memory=error.there_bytes)
+
+
+def _cluster(asked: Asked) -> Cluster:
+    manager, _, address = (asked.cluster or "local").partition("=")
+    if manager == "local" and not address:
+        return local(devices=asked.devices, memory=asked.memory, kind=asked.kind)
+    if manager != "ray":
+        raise InputError(f"--cluster can be ray, ray=ADDRESS or local, not {asked.cluster!r}")
+    if asked.kind is not None:
+        raise InputError("--kind is for one machine; a Ray cluster has the devices that its nodes show")
+    return ray(address or None, devices=asked.devices, memory=asked.memory)
