@@ -46,7 +46,8 @@ class StepRun:
 
     def begin(self, batch: int = 0) -> None:
         """Have in memory, or on its way, what is there when this batch of a step begins. All else is on disk."""
-        self._position = next(i for i, act in enumerate(self._step.acts) if act.batch == batch)
+        # A device that has no sample of a batch may have nothing to do at all.
+        self._position = next((i for i, act in enumerate(self._step.acts) if act.batch == batch), 0)
         there, coming = self._residency.present_before(self._position)
         for item in sorted(there):
             if item not in self._tiers.held:

@@ -21,15 +21,17 @@ from rota.runtime.alone import Alone
 from rota.runtime.balancing import Tell, silent
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
-from rota.runtime.one_device import spills
+from rota.runtime.one_device import alone_bytes, beside_bytes, spills
 from rota.runtime.planned import Planned
 from rota.runtime.ranking import rank
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
 from rota.state.rng import keeping_random_state
 from rota.store.cache import cache_folder
 from rota.strategies.base import find
+from rota.strategies.data import data
 from rota.strategies.mesh import can_balance, has_shares, with_shares
 from rota.strategies.single import single
+from rota.strategies.spill import spill
 
 _SEARCH_S = 60.0
 # The best few by rough rates are looked at with measured ones.
@@ -38,6 +40,8 @@ _CALIBRATE_S = 20.0
 # Devices that differ by less are left to what is measured while they train.
 _UNEQUAL = 1.3
 _PRODUCT = 384
+# Of a device's memory: where the weights alone take more, a device has no room for its part beside them.
+_WHOLE = 0.25
 
 Notice = Callable[[str], None]
 
@@ -84,18 +88,32 @@ def choose(
     except CaptureError as error:
         notice(f"auto: {error}; for all of its devices, say strategy='torch_ddp', which assumes a loss that is a mean")
         return Alone(parts, gang=gang)
-    text = ""
-    if gang.leads:
-        text = quick_answer(graph, steps=total_steps - step, memory_bytes=memory_bytes, notice=notice)
+    text, shared_spill = "", str(data(gang.size) * spill())
+    fits = gang.leads and alone_bytes(graph, parts) <= free_bytes(parts, memory_bytes)
+    if any(gang.everyone(has_left(parts))):
+        text = shared_spill
+    elif gang.leads:
+        if fits:
+            text = quick_answer(graph, steps=total_steps - step, notice=notice)
+        elif cannot_be_cut(parts):
+            text = shared_spill
     text = gang.told(text)
     if not text:
         with keeping_random_state():
             links = measured_links(gang)
             if gang.leads:
-                text = best(graph, parts, gang.size, memory_bytes=memory_bytes, links=links, notice=notice)
+                left_bytes = free_bytes(parts, memory_bytes) - beside_bytes(parts)
+                fallback = str(single()) if fits or parts.room is None else shared_spill
+                text = best(
+                    graph, parts, gang.size, memory_bytes=left_bytes, links=links, fallback=fallback, notice=notice
+                )
         text = gang.told(text)
     if text == str(single()):
         return Alone(parts, gang=gang)
+    if text == shared_spill:
+        from rota.memory.spilling import Spilling
+
+        return Spilling(parts, batch, spill=data(gang.size) * spill(), gang=gang, graph=graph, notice=notice)
     return planned(find(text), graph)
 
 
@@ -143,11 +161,28 @@ def graph_of(parts: Parts, batch: Any) -> Graph:
     return anywhere(graph) if parts.device.type == "cuda" else graph
 
 
-def quick_answer(graph: Graph, *, steps: int, memory_bytes: int, notice: Notice) -> str:
-    """One device, if that trains the task in less time than a search is worth; else nothing."""
+def has_left(parts: Parts) -> bool:
+    """Whether a part of the model had to leave while it was made."""
+    return parts.room is not None and parts.room.building.away
+
+
+def cannot_be_cut(parts: Parts) -> bool:
+    """Whether a device has no room for its part of the model beside all of it, which each device makes."""
+    if parts.room is None:
+        return False
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in parts.model.parameters())
+    return whole > _WHOLE * parts.room.memory_bytes
+
+
+def free_bytes(parts: Parts, memory_bytes: int) -> int:
+    """What is left for a task beside what its process has taken, for the graph of the model and the user's data."""
+    return memory_bytes - (0 if parts.room is None else parts.room.taken_bytes())
+
+
+def quick_answer(graph: Graph, *, steps: int, notice: Notice) -> str:
+    """One device, if that trains a task that fits in less time than a search is worth; else nothing."""
     alone = single()(graph, 1).compile().simulate()
-    fits = _with_moments(alone) <= memory_bytes
-    if not fits or alone.makespan_s * steps > WORTH_S:
+    if alone.makespan_s * steps > WORTH_S:
         return ""
     notice(f"auto: one device trains this in about {alone.makespan_s * steps:.0f} s, so it is not cut")
     return str(single())
@@ -163,8 +198,17 @@ def measured_links(gang: Gang) -> Links | None:
         return measure_links_within(kind=gang.kind)
 
 
-def best(graph: Graph, parts: Parts, devices: int, *, memory_bytes: int, links: Links | None, notice: Notice) -> str:
-    """The strategy that is predicted to be the fastest of those that fit, as text."""
+def best(
+    graph: Graph,
+    parts: Parts,
+    devices: int,
+    *,
+    memory_bytes: int,
+    links: Links | None,
+    fallback: str,
+    notice: Notice,
+) -> str:
+    """The strategy that is predicted to be the fastest of those that fit, as text; the fallback if there is none."""
     try:
         ranked = rank(
             graph,
@@ -181,8 +225,8 @@ def best(graph: Graph, parts: Parts, devices: int, *, memory_bytes: int, links: 
         if devices in ranked.refused:
             raise ranked.refused[devices]
     except RotaError as error:
-        notice(f"auto: {error}; one device runs it")
-        return str(single())
+        notice(f"auto: {error}; {fallback} runs it")
+        return fallback
     found = ranked.found[devices]
     notice(f"auto: {found.sentence()}")
     return found.chosen.text

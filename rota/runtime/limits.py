@@ -41,6 +41,15 @@ def lifted() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+def has_room_for(size_bytes: int) -> bool:
+    """Whether so much more can be kept beside what this process has at its busiest moments (Linux)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:
+        return True
+    step_bytes = max(0, _status_bytes("VmHWM:") - _status_bytes("VmRSS:"))
+    return data_bytes() + step_bytes + size_bytes <= soft
+
+
 def anonymous_bytes() -> int:
     """The memory that this process really takes, without files; what was freed is given back first (Linux)."""
     give_back()

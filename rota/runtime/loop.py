@@ -85,7 +85,9 @@ class Loop:
         self._memory_bytes = memory_bytes
         self._metrics = MetricsLog(task.name, attempt, surroundings.report)
         self._mirror = Mirror(storage, attempt=attempt) if storage else None
-        self._writer: Saver = CheckpointWriter(folder / CHECKPOINT_FOLDER, done=self._written, mirror=self._mirror)
+        self._writer: Saver = CheckpointWriter(
+            folder / CHECKPOINT_FOLDER, done=self._written, mirror=self._mirror, has_room=limits.has_room_for
+        )
         self._room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes, gang=gang)
         self._while_running = contextlib.ExitStack()
         self._saved_at_s = time.perf_counter()

@@ -14,7 +14,6 @@ from rota.errors import CaptureError, TaskError
 from rota.runtime.executor import Eager, Executor, Parts, Room, device_bytes
 from rota.runtime.limits import anonymous_bytes
 from rota.state import files
-from rota.state.files import make_private_folder
 from rota.task import Task
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ def room_of(
     task: Task, *, device: torch.device, folder: Path, memory_bytes: int, gang: Gang | None = None
 ) -> Room | None:
     """For a task that may be larger than its device."""
-    may_spill = spills(task.strategy) or (task.strategy == "auto" and (gang is None or gang.size == 1))
+    alone = gang is None or gang.size == 1
+    may_spill = spills(task.strategy) or (task.strategy == "auto" and (alone or device.type == "cpu"))
     if not may_spill or not memory_bytes:
         return None
     from rota.memory.building import Building
@@ -42,8 +42,7 @@ def room_of(
     if gang is not None and not gang.leads:
         folder = folder / f"{_FOLLOWER}{gang.rank}"
         files.remove(folder)
-        make_private_folder(folder)
-    elif gang is None or gang.size == 1:
+    elif alone:
         for left in folder.glob(f"{_FOLLOWER}*"):  # by one that was killed
             files.remove(left)
     far = device.type != "cpu"
@@ -127,13 +126,19 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
 
 def alone_bytes(graph: Graph, parts: Parts) -> int:
     """What a task needs on one device: a step with its moments, what the optimizer works with, and some for others."""
-    from rota.memory.optimizers import update_work
-    from rota.memory.spillable import margin_bytes
     from rota.runtime.choose import needed_bytes
 
+    return needed_bytes(graph) + beside_bytes(parts)
+
+
+def beside_bytes(parts: Parts) -> int:
+    """What a task needs beside a step with its moments: what the optimizer works with, and some for others."""
+    from rota.memory.optimizers import update_work
+    from rota.memory.spillable import margin_bytes
+
     sizes = tuple(parameter.numel() * parameter.element_size() for parameter in parts.model.parameters())
-    needed = needed_bytes(graph) + update_work(parts.optimizer).work_bytes(sizes)
-    return needed + margin_bytes(needed)
+    work = update_work(parts.optimizer).work_bytes(sizes)
+    return work + margin_bytes(4 * sum(sizes) + work)
 
 
 def spills(strategy: Any) -> bool:

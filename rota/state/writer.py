@@ -57,8 +57,19 @@ class Saver(Protocol):
 class CheckpointWriter:
     """One background thread that writes one checkpoint at a time; `done` is called from it."""
 
-    def __init__(self, folder: Path, *, done: Callable[[Written], None], mirror: Mirror | None = None) -> None:
-        """A checkpoint counts as written when the `mirror` has it, too."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        done: Callable[[Written], None],
+        mirror: Mirror | None = None,
+        has_room: Callable[[int], bool] = lambda size_bytes: True,
+    ) -> None:
+        """A checkpoint counts as written when the `mirror` has it, too.
+
+        Where there is no room for a copy of so many bytes beside what a step takes, training waits for the write.
+        """
+        self._has_room = has_room
         self._folder = folder
         self._mirror = mirror
         self._done = done
@@ -82,11 +93,17 @@ class CheckpointWriter:
         self.wait()
         started_s = time.perf_counter()
         skeleton, tensors = flatten(tree)
+        held = sum(buffer.nbytes for buffer in self._buffers.values())
+        copies = fresh or self._has_room(sum(tensor.nbytes for tensor in tensors.values()) - held)
+        self._keeps_buffers = copies and not fresh
+        if not copies:
+            self._buffers = {name: tensor.detach() for name, tensor in tensors.items()}
+            self._write(skeleton, step)
+            return
         self._buffers = {
             name: tensor if fresh and tensor.nbytes > _SMALL_BYTES else self._copy(name, tensor)
             for name, tensor in tensors.items()
         }
-        self._keeps_buffers = not fresh
         self.copy_s = time.perf_counter() - started_s
         thread = threading.Thread(target=self._write, args=(skeleton, step), name="rota-checkpoint", daemon=True)
         try:

@@ -190,6 +190,22 @@ def test_devices_that_share_the_samples_spill(cli, sweep_file, tmp_path):
     assert not {name for name in left if name.startswith(".rank-")}
 
 
+@pytest.mark.timeout(240)
+def test_without_profiling_devices_share_what_fits_none_of_them(cli, sweep_file, tmp_path):
+    """Nothing is measured that has no room, and a checkpoint is not copied where there is none."""
+    file = sweep_file(text=SWEEP)
+    arguments = ("--devices", "2", "--memory", "110MiB", "--no-profile", "--out", tmp_path / "run")
+    done = cli.run("run", file, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "wide: spill: " in done.stderr
+    found = {}
+    exec(SWEEP, found)
+    expected = plain.train(found["task"])
+    trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
+    for name, value in expected.model.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.timeout(120)
 def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
     file = sweep_file(text=SWEEP)

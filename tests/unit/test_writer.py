@@ -90,6 +90,20 @@ def test_a_second_submit_waits_for_the_first_and_does_not_disturb_it(folder, gat
     assert [(tree["step"], tree["w"].tolist()) for tree in trees] == [(1, [0.0] * 4), (2, [1.0] * 4)]
 
 
+def test_without_room_for_a_copy_training_waits_for_the_write(folder):
+    asked, done = [], []
+    writer = CheckpointWriter(folder, done=done.append, has_room=lambda size_bytes: asked.append(size_bytes) or False)
+    weights = torch.ones(4)
+    writer.submit({"step": 1, "w": weights}, step=1)
+    assert not writer.busy
+    weights.fill_(2)
+    assert [one.error for one in done] == [None]
+    assert latest(folder)["w"].tolist() == [1.0] * 4
+    writer.submit({"step": 2, "w": weights}, step=2)
+    assert latest(folder)["w"].tolist() == [2.0] * 4
+    assert asked == [16, 16]
+
+
 def test_state_that_changes_shape_type_and_names_between_submits_is_written_as_it_is(folder):
     writer = CheckpointWriter(folder, done=lambda written: None)
     for number, tree in enumerate(
