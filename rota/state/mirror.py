@@ -32,6 +32,7 @@ class Mirror:
             place = f"{root}/{path.name}-{self._attempt:04d}"
             system.makedirs(place, exist_ok=True)
             for name in checkpoint.FILES:  # what commits it comes last
+                files.about_to_commit()
                 system.put_file(str(path / name), f"{place}/{name}")
             for old in self._stored(system, root)[: -checkpoint.KEPT]:
                 system.rm(old[2], recursive=True)
@@ -56,6 +57,7 @@ class Mirror:
         """Copy a file."""
         with self._speaking("written to") as (system, root):
             system.makedirs(root, exist_ok=True)
+            files.about_to_commit()
             system.put_file(str(path), f"{root}/{path.name}")
 
     def fetch_file(self, path: Path) -> None:
