@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
-from safetensors.torch import load_file
 
 import rota
-from rota.execute.events import Launched
+from bench.chaos_retrace import difference, retraced, stretches
 from rota.execute.record import RunRecord
 from rota.runtime.messages import Began, Measured, Saved
 from rota.store.journal import read_events, read_summary
@@ -158,13 +156,14 @@ class Storm:
             if mine.state != "finished":
                 verdict.wrong.append(f"{task.name} is {mine.state}: {mine.reason}")
                 continue
-            found, right = load_file(mine.model_path), load_file(task.model_path)
-            off = max(float((found[name] - value).abs().max()) for name, value in right.items())
-            if not all(torch.equal(found[name], value) for name, value in right.items()):
-                widths = _widths(self.run, task.name)
-                verdict.wrong.append(f"{task.name} has weights that are off by {off:.1e}; it ran on {widths} devices")
-            if result.history(mine) != expected.history(task):
-                verdict.wrong.append(f"{task.name} has another history")
+            way = stretches(self.run, task.name, task.steps)
+            if {one.width for one in way} == {one.width for one in stretches(reference, task.name, task.steps)}:
+                rights = [expected]
+            else:  # devices were gone
+                rights = retraced(way, task.name, file=self.file, run=self.run)
+            other = difference(result, rights, task.name, way)
+            if other:
+                verdict.wrong.append(f"{task.name} has {other}; its way was {way}")
         whole = RunRecord.replay(read_events(self.run / "journal.db"))
         brief = RunRecord.replay(read_summary(self.run / "journal.db"))
         if [task.state for task in whole.tasks.values()] != [task.state for task in brief.tasks.values()]:
@@ -230,9 +229,3 @@ def _left_processes(mark: str) -> list[str]:
 def _left_files(run: Path) -> list[str]:
     left = [path for pattern in (".writing-*", ".*.tmp", "gang-*", ".profile") for path in run.rglob(pattern)]
     return [str(path.relative_to(run)) for path in left]
-
-
-def _widths(run: Path, task: str) -> list[int]:
-    """On how many devices each attempt at a task ran."""
-    events = [event for _, event in read_events(run / "journal.db") if isinstance(event, Launched)]
-    return [len(event.devices) for event in events if event.task == task]
