@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,7 +23,9 @@ MARK = "ROTA_CHAOS"
 """In the environment of everything that a storm starts."""
 KEEPER = "ray::Keeper"
 CHECKPOINT_EVERY = 5
-_ENDS_S = 240.0
+_STILL_S = 180.0
+"""A run in whose journal nothing happens for so long does not go on; on a busy machine one may take long that does."""
+_ENDS_S = 1200.0
 _LEFT_S = 15.0
 
 SWEEP = """
@@ -130,16 +133,24 @@ class Storm:
         """Let it come to its end, by further controllers if need be; False if it does not."""
         deadline_s = time.monotonic() + _ENDS_S
         for _ in range(5):
-            try:
-                code = self.process.wait(timeout=max(1.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self.kill_all()
-                return False
+            code = self._code(deadline_s)
             if code == 0:
                 return True
+            if code is None:
+                break
             self.resume()
         self.kill_all()
         return False
+
+    def _code(self, deadline_s: float) -> int | None:
+        """How the controller ends; None if it goes on for too long, or stands still."""
+        events, since_s = self.events(), time.monotonic()
+        while time.monotonic() < min(deadline_s, since_s + _STILL_S):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(timeout=2.0)
+            if (now := self.events()) != events:
+                events, since_s = now, time.monotonic()
+        return None
 
     def last_words(self) -> str:
         """What the journal and the log say, of a run that does not end."""

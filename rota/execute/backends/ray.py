@@ -132,6 +132,8 @@ class _Remote(Peer):
 
     def is_still(self) -> bool:
         """By the time that it has used of the processor, as its keeper says."""
+        if self.socket is None:
+            return False  # it is being started, which may take longer than an answer
         told = self._ask()
         if told is None:
             return False
