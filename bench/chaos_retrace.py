@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 import rota
 from rota.execute.events import Launched
 from rota.runtime.messages import Began
-from rota.store.journal import read_events
+from rota.store.journal import Journal, read_events
+from rota.store.run_folder import RunFolder
 
 _ENDS_S = 300.0
 WHERE = ("--devices", "2", "--memory", "1GiB")
@@ -63,6 +64,7 @@ def retraced(way: Sequence[Stretch], task: str, *, file: Path, run: Path) -> lis
         if results:
             before = results[-1].path / "tasks" / task / "checkpoints"
             shutil.copytree(before, out / "tasks" / task / "checkpoints")
+            Journal(RunFolder(out).journal).close()  # a run that has not begun yet; what is in its folder is its own
         command = [sys.executable, "-m", "rota", "run", str(sweep), "--out", str(out), *WHERE]
         subprocess.run([*command, "--no-profile", "--quiet"], check=True, timeout=_ENDS_S, stdout=subprocess.DEVNULL)
         results.append(rota.open_run(out))
