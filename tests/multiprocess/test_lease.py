@@ -130,11 +130,14 @@ def test_a_worker_that_was_stopped_for_longer_than_its_lease_writes_no_more(far:
 
 def test_a_task_that_nobody_answers_for_is_not_begun(far: Far, tmp_path: Path) -> None:
     until(lambda: far.has_said(Ready))
+    far.train(tmp_path / "first", steps=1)  # from then on it would begin another at once
+    until(lambda: far.has_said(Finished))
+    far.said.clear()
     far.answers = False
-    far.train(tmp_path / "a", steps=1)
+    far.train(tmp_path / "second", steps=1)
     assert far.process.wait(20) == 0
     assert not far.has_said(Began)
-    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "second").exists()
 
 
 def test_one_that_has_done_its_task_has_none_of_its_files_and_no_lease(far: Far, tmp_path: Path) -> None:
