@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import chaos_local, harness
+from bench.chaos_retrace import WHERE
 from bench.chaos_storm import CHECKPOINT_EVERY, SWEEP, Storm
 
 _STEPS, _QUICK_STEPS = 400, 150
@@ -118,8 +119,7 @@ def main() -> None:
             SWEEP.format(steps=_QUICK_STEPS if chosen.quick else _STEPS, every=CHECKPOINT_EVERY)
         )
         reference = folder / "reference"
-        where = ("--devices", "2", "--memory", "1GiB")
-        command = [sys.executable, "-m", "rota", "run", str(folder / "sweep.py"), "--out", str(reference), *where]
+        command = [sys.executable, "-m", "rota", "run", str(folder / "sweep.py"), "--out", str(reference), *WHERE]
         subprocess.run([*command, "--no-profile", "--quiet"], check=True, timeout=300, stdout=subprocess.DEVNULL)
         weather = Weather(dice=random.Random(chosen.seed), reference=reference, tally=tally)
         if count > on_ray:
@@ -127,7 +127,7 @@ def main() -> None:
                 faults = dict(chaos_local.FAULTS)
                 if not chaos_local.is_small(disk):
                     del faults["fill disk"]
-                storms(disk, "local", where=where, faults=faults, count=count - on_ray, weather=weather)
+                storms(disk, "local", where=WHERE, faults=faults, count=count - on_ray, weather=weather)
         if on_ray:
             _on_ray(folder, on_ray, weather)
     figures: dict[str, Any] = {

@@ -71,6 +71,8 @@ class Controller:
         self._observer = observer or (lambda record, event: None)
         self._order = {name: place for place, name in enumerate(devices)}
         self._free: list[str] = list(devices)
+        self._in_doubt: set[str] = set()
+        """devices that cannot be reached now"""
         self._widths = widths or {}
         """task -> how many devices it gets, if more than one"""
         self._busy: dict[str, _Seat] = {}
@@ -144,6 +146,7 @@ class Controller:
             free=self._free,
             now_s=self._backend.now_s(),
             devices=list(self._order),
+            in_doubt=len(self._in_doubt),
         )
         for decision in self._policy.decide(view):
             if isinstance(decision, Launch):
@@ -206,12 +209,15 @@ class Controller:
 
     def _hear(self, device: str, sign: Any) -> None:
         if isinstance(sign, DeviceGone):
-            self._note(RunNoted(text=f"{device} is gone ({sign.reason})"))
+            if device not in self._in_doubt:
+                self._note(RunNoted(text=f"{device} is gone ({sign.reason})"))
+            (self._in_doubt.add if sign.in_doubt else self._in_doubt.discard)(device)
             self._order.pop(device, None)
             if device in self._free:
                 self._free.remove(device)
             return
         if isinstance(sign, DeviceCame):
+            self._in_doubt.discard(device)
             self._note(RunNoted(text=f"{device} has come"))
             self._order[device] = max(self._order.values(), default=-1) + 1
             self._free.append(device)

@@ -41,6 +41,8 @@ class View:
     now_s: float
     devices: Sequence[str] = ()
     """All that there are, free or not."""
+    in_doubt: int = 0
+    """How many others cannot be reached, and may be there again in a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,8 @@ class LongestFirst:
     """The task with the most batches left first, on as many devices as it wants.
 
     With equal devices and equal batches on one device each, the makespan is at most 4/3 of the best. A task that wants
-    more devices than are free is waited for, so that narrower ones cannot keep it out for ever.
+    more devices than are free is waited for, so that narrower ones cannot keep it out for ever. It gets fewer where
+    there are no more; not for the moment that it takes to learn whether a device is gone: nobody would widen it again.
     """
 
     def decide(self, view: View) -> Sequence[Decision]:
@@ -103,7 +106,8 @@ class LongestFirst:
         decisions = []
         left = list(view.free)
         for task in view.waiting:
-            width = min(task.width, len(view.devices)) if view.devices else task.width  # some may have gone
+            there = len(view.devices) + view.in_doubt
+            width = min(task.width, there) if there else task.width  # some may have gone
             if width > len(left):
                 break
             decisions.append(Launch(task=task.name, devices=tuple(left[:width])))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from rota.errors import DivergedError, PeerError, TaskError, WayError
-from rota.runtime.link import ORPHAN_S, Link
+from rota.runtime.link import ORPHAN_S, Link, clock_s
 from rota.runtime.messages import (
     Beat,
     Failed,
@@ -47,6 +47,7 @@ from rota.runtime.messages import (
     Tried,
     Try,
 )
+from rota.state import files
 from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Worker:
         self._commands: queue.SimpleQueue[tuple[Train | Look | Try | Shutdown, bytes]] = queue.SimpleQueue()
         self._process = psutil.Process()
         self._halt = threading.Event()
+        self._beat_now = threading.Event()
         self._confirmed = 0
         self._current: Train | Look | Try | None = None
         self._latest: Train | None = None
@@ -100,6 +102,7 @@ class Worker:
 
     def main(self) -> None:
         """Serve until told to shut down."""
+        files.ask_before_commits(self._ensure_lease)
         threading.Thread(target=self._listen, name="rota-listen", daemon=True).start()
         threading.Thread(target=self._beat, name="rota-beat", daemon=True).start()
         device = self._start_torch()
@@ -146,6 +149,10 @@ class Worker:
         """The last report of metrics that is in the journal."""
         return self._confirmed
 
+    def _ensure_lease(self) -> None:
+        if isinstance(self._current, Train):
+            self._link.ensure_lease()
+
     # ---- the threads ----
 
     def _listen(self) -> None:
@@ -174,6 +181,7 @@ class Worker:
             self._current = message
             self._latest = message if isinstance(message, Train) else None
             self._link.forget()
+            self._beat_now.set()  # the answer begins the lease
             self._commands.put((message, payload))
         elif isinstance(message, Shutdown):
             self._commands.put((message, payload))
@@ -190,10 +198,11 @@ class Worker:
                 retry=retry,
                 memory_bytes=self._process.memory_info().rss,
                 step=step,
-                at_s=time.monotonic(),
+                at_s=clock_s(),
             )
             self.report(beat)
-            time.sleep(BEAT_EVERY_S)
+            self._beat_now.wait(BEAT_EVERY_S)
+            self._beat_now.clear()
 
     # ---- one task ----
 
@@ -207,10 +216,11 @@ class Worker:
         gang: Gang | None = None
         follows = command.rank > 0
         surroundings: Surroundings = _Follower(self) if follows else self
+        self._link.await_lease()
         try:
             owning = contextlib.nullcontext() if follows else _owning(folder)
-            with owning, preserved(), _memory_limit(self._settings):
-                _redirect_output(folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE))
+            output = folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE)
+            with owning, _output_to(output), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
                 task = _arrived(_unpickle(payload, command.task))
                 gang = _gang_of(command, task, self._settings.kind)
@@ -248,9 +258,8 @@ class Worker:
         outcome: Looked | Tried | Left | Failed
         gang: Gang | None = None
         try:
-            with preserved(), _memory_limit(self._settings):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _redirect_output(folder / OUTPUT_FILE)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _output_to(folder / OUTPUT_FILE), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
                 if isinstance(command, Look):
                     task, strategies, techniques = _unpickle(payload, command.task)
@@ -415,14 +424,28 @@ def _owning(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _redirect_output(path: Path) -> None:
-    """What the user's code prints goes to a file of the task, not over the progress table."""
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """What the user's code prints goes to a file of the task, which nobody has open any more when the task is over."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
+    before = [os.dup(1), os.dup(2)]
+    try:
+        _flush()
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        yield
+    finally:
+        _flush()
+        os.dup2(before[0], 1)
+        os.dup2(before[1], 2)
+        for one in (handle, *before):
+            os.close(one)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the disk may be full, and the user's code may have closed it
+            stream.flush()
 
 
 def _unpickle(payload: bytes, name: str) -> Any:

@@ -59,6 +59,7 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
         files.write_text(side / _STATE, json.dumps({"format": _FORMAT, "tree": skeleton}))
         files.write_text(side / _COMMIT, json.dumps({name: _fingerprint(side / name) for name in (_TENSORS, _STATE)}))
         files.sync_folder(side)
+        files.about_to_commit()
         os.rename(side, target)
         files.sync_folder(folder)
     except Exception as error:  # also what safetensors raises for a type that it lacks

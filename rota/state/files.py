@@ -5,10 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _LEFTOVER = ".tmp"
+_ask: Callable[[], None] = lambda: None  # noqa: E731
+
+
+def ask_before_commits(ask: Callable[[], None]) -> None:
+    """Have this process ask whether it still may, right before anything that it has written is made to count.
+
+    `ask` does not come back if it may not.
+    """
+    global _ask
+    _ask = ask
+
+
+def about_to_commit() -> None:
+    """Called right before the rename, or the like, that makes something count."""
+    _ask()
 
 
 def sync_file(path: Path) -> None:
@@ -41,6 +56,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield side
         sync_file(side)
+        about_to_commit()
         os.replace(side, path)
         sync_folder(path.parent)
     finally:

@@ -32,6 +32,7 @@ class Mirror:
             place = f"{root}/{path.name}-{self._attempt:04d}"
             system.makedirs(place, exist_ok=True)
             for name in checkpoint.FILES:  # what commits it comes last
+                files.about_to_commit()
                 system.put_file(str(path / name), f"{place}/{name}")
             for old in self._stored(system, root)[: -checkpoint.KEPT]:
                 system.rm(old[2], recursive=True)
@@ -41,8 +42,9 @@ class Mirror:
         local = checkpoint.committed(folder)
         newest = checkpoint.number_of(local[-1]) if local else 0
         with self._speaking("read from") as (system, root):
+            stored = self._stored(system, root)
             # Of several attempts' checkpoints with one number, the latest attempt's counts.
-            wanted = {number: place for number, _, place in self._stored(system, root) if number > newest}
+            wanted = {number: place for _, number, place in stored if newest < number <= stored[-1][1]}
             for number, place in sorted(wanted.items())[-checkpoint.KEPT :]:
                 side = folder / f".writing-{os.getpid()}"
                 files.make_private_folder(folder)
@@ -56,6 +58,7 @@ class Mirror:
         """Copy a file."""
         with self._speaking("written to") as (system, root):
             system.makedirs(root, exist_ok=True)
+            files.about_to_commit()
             system.put_file(str(path), f"{root}/{path.name}")
 
     def fetch_file(self, path: Path) -> None:
@@ -66,7 +69,11 @@ class Mirror:
                 system.get_file(f"{root}/{path.name}", str(side))
 
     def _stored(self, system: Any, root: str) -> list[tuple[int, int, str]]:
-        """(number, attempt, place) of each whole checkpoint, oldest first."""
+        """(attempt, number, place) of each whole checkpoint; the last one counts.
+
+        A later attempt begins where the one before was given up, and is never behind it. So what that one wrote
+        afterwards, by whatever accident, is older, and what has a higher number than the last one is of that kind.
+        """
         system.invalidate_cache()
         if not system.exists(root):
             return []
@@ -74,7 +81,7 @@ class Mirror:
         for place in system.ls(root, detail=False):
             match = _NAME.fullmatch(place.rstrip("/").rsplit("/", 1)[-1])
             if match and system.exists(f"{place.rstrip('/')}/{checkpoint.FILES[-1]}"):
-                found.append((int(match[1]), int(match[2]), place.rstrip("/")))
+                found.append((int(match[2]), int(match[1]), place.rstrip("/")))
         return sorted(found)
 
     @contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from rota.errors import TaskError
-from rota.execute.backends.base import WorkerLost
+from rota.execute.backends.base import DeviceCame, DeviceGone, WorkerLost
 from rota.execute.backends.simulated import Fault, SimulatedBackend, SimulatedTask
 from rota.execute.events import Launched, Lost, RunEnded, Stopped
 from rota.execute.record import RunRecord
@@ -434,3 +434,41 @@ def test_stopping_a_task_that_has_already_halted_in_an_interrupt_is_harmless(tmp
         stop(record, event)
 
     assert run.run(observer=observe) is RunState.INTERRUPTED
+
+
+class Doubtful(SimulatedBackend):
+    """The first device cannot be reached from 5 s on, and is there again at 20 s, or gone for good."""
+
+    back = True
+
+    def poll(self, timeout_s):
+        before_s = self._now_s
+        signs = super().poll(timeout_s)
+        if before_s < 5 <= self._now_s:
+            signs += [("cpu:0", WorkerLost(reason="its node is gone", retry=True))]
+            signs += [("cpu:0", DeviceGone(reason="its node is gone", in_doubt=True))]
+            self._running.clear()
+        if before_s < 20 <= self._now_s:
+            signs += [("cpu:0", DeviceCame(memory_bytes=1) if self.back else DeviceGone(reason="its node is lost"))]
+        return signs
+
+
+class NeverBack(Doubtful):
+    """It does not come back."""
+
+    back = False
+
+
+@pytest.mark.parametrize(("backend", "width"), [(Doubtful, 2), (NeverBack, 1)])
+def test_a_wide_task_waits_while_a_device_is_in_doubt_and_goes_on_with_what_there_is_then(
+    tmp_path, simulate, backend, width
+):
+    run = simulate(tmp_path, {"a": plan(100)}, devices=2, backend=backend)
+    assert run.run(widths={"a": 2}) is RunState.FINISHED
+    first, second = run.events(Launched)
+    assert len(first.devices) == 2
+    assert len(second.devices) == width
+    assert run.record.tasks["a"].spans[-1].begin_s >= 20
+    assert run.controller._in_doubt == set()
+    told = [text for _, _, text in run.record.notices if "cpu:0 is gone" in text]
+    assert len(told) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from rota.runtime import channel, link
-from rota.runtime.link import Link
+from rota.runtime.link import LEASE_S, ORPHAN_S, Link, clock_s, hand_over
 from rota.runtime.messages import Beat, Halt, Here, Measured, Ready, Saved
 
 Pair = Callable[[], tuple[socket.socket, socket.socket]]
@@ -119,7 +120,7 @@ def test_another_controller_hears_what_the_first_did_not_store(pair: Pair) -> No
     time.sleep(0.1)
     made.report(Measured(task="a", attempt=1, number=1, rows=((4, {}),), latest={}, step_s=None))
     second, theirs = pair()
-    socket.send_fds(keeper, [b"!"], [theirs.fileno()])
+    hand_over(keeper, theirs, since_s=clock_s())
     theirs.close()
     told = heard(second, 4)
     assert told[:3] == [who(), saved(2), saved(3)]
@@ -151,11 +152,11 @@ def test_a_connection_that_stands_without_a_word_ends_it_after_the_lease(
     _, line = pair()
     made = Link(theirs, keeper=line)
     began_s = time.monotonic()
-    answers = [began_s + 0.4]
+    answered_s = clock_s() + 0.4
 
     def answer() -> None:
         time.sleep(0.3)
-        first.sendall(channel.frame(Here(at_s=answers[0])))
+        first.sendall(channel.frame(Here(at_s=answered_s)))
 
     threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(Ended):
@@ -176,11 +177,130 @@ def test_one_that_has_no_task_has_no_lease(pair: Pair, monkeypatch: pytest.Monke
     assert time.monotonic() - began_s > 0.4
 
 
-def test_a_delayed_answer_does_not_renew_the_lease_from_when_it_arrives(pair: Pair) -> None:
-    _, theirs = pair()
-    made = Link(theirs)
-    before_s = made._held_s
-    made.held(Here(at_s=before_s - 100))
-    assert made._held_s == before_s
-    made.held(Here(at_s=before_s + 1))
-    assert made._held_s == before_s + 1
+class Clock:
+    """One that goes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(link, "clock_s", lambda: self.now_s)
+
+    def allows(self, made: Link, until_s: float) -> bool:
+        """Whether this is the very moment until which may be written."""
+        self.now_s = until_s
+        made.ensure_lease()
+        self.now_s = until_s + 0.01
+        with pytest.raises(Ended):
+            made.ensure_lease()
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_delayed_answer_does_not_renew_the_lease_from_when_it_arrives(pair: Pair, clock: Clock) -> None:
+    made = Link(pair()[0], keeper=pair()[0])
+    made.held(Here(at_s=900.0))
+    assert clock.allows(made, 1000.0 + LEASE_S)
+    made.held(Here(at_s=1001.0))
+    assert clock.allows(made, 1001.0 + LEASE_S)
+
+
+def test_without_a_keeper_there_is_no_lease(pair: Pair, clock: Clock) -> None:
+    made = Link(pair()[0])
+    clock.now_s += 1e6
+    made.ensure_lease()
+    made.forget()
+    made.await_lease()
+
+
+def test_it_ends_with_the_lease_and_not_when_it_would_look_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "LEASE_S", 0.3)
+    monkeypatch.setattr(link, "_LOOK_EVERY_S", 5.0)
+    made = Link(pair()[0], keeper=pair()[0])
+    began_s = time.monotonic()
+    with pytest.raises(Ended):
+        made.listen(lambda message, payload: None, busy=lambda: True, who=who)
+    assert 0.25 < time.monotonic() - began_s < 2.0
+
+
+def test_a_task_waits_for_an_answer_to_what_was_sent_after_it_came(pair: Pair, clock: Clock) -> None:
+    made = Link(pair()[0], keeper=pair()[0])
+    clock.now_s = 1030.0  # a controller that was busy did not answer an idle worker
+    made.forget()
+    began = threading.Event()
+    threading.Thread(target=lambda: (made.await_lease(), began.set()), daemon=True).start()
+    made.held(Here(at_s=1029.9))
+    assert not began.wait(0.1)
+    made.ensure_lease()
+    made.held(Here(at_s=1030.1))
+    assert began.wait(5)
+    assert clock.allows(made, 1030.1 + LEASE_S)
+
+
+def test_the_lease_is_watched_while_something_cannot_be_sent(pair: Pair) -> None:
+    ours, theirs = pair()
+    made = Link(theirs, keeper=pair()[0])
+    for step in range(3):
+        made.report(saved(step))
+    sending = threading.Thread(target=lambda: [made.report(saved(9)) for _ in range(1000)], daemon=True)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    sending.start()
+    sending.join(0.3)
+    assert sending.is_alive()
+    heard = threading.Event()
+    threading.Thread(target=lambda: (made.stored(2), heard.set()), daemon=True).start()
+    assert heard.wait(5)
+    drained = threading.Thread(target=lambda: _drain(ours), daemon=True)
+    drained.start()
+    sending.join(5)
+    assert not sending.is_alive()
+    theirs.shutdown(socket.SHUT_RDWR)
+    drained.join(5)
+
+
+def _drain(stream: socket.socket) -> None:
+    while stream.recv(1 << 16):
+        pass
+
+
+def test_one_that_was_given_up_does_not_wait_for_another_controller(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped wakes up after its lease, and finds its connection closed."""
+    first, theirs = pair()
+    _, line = pair()
+    made = Link(theirs, keeper=line)
+    first.close()
+    now_s = clock_s()
+    monkeypatch.setattr(link, "clock_s", lambda: now_s + LEASE_S + 1)
+    monkeypatch.setattr(Link, "_await_another", lambda self, who: pytest.fail("it waits"))
+    with pytest.raises(Ended):
+        made.listen(lambda message, payload: None, busy=lambda: True, who=who)
+
+
+def test_the_lease_of_the_next_controller_counts_from_before_it_could_hear(pair: Pair, clock: Clock) -> None:
+    keeper, line = pair()
+    made = Link(pair()[0], keeper=line)
+    clock.now_s = 1055.0
+    hand_over(keeper, pair()[0], since_s=1050.0)
+    assert made._await_another(who)
+    assert clock.allows(made, 1050.0 + LEASE_S)
+    made._close()
+
+
+def test_who_waits_for_another_controller_may_write_for_as_long_as_it_waits(
+    pair: Pair, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, line = pair()
+    made = Link(pair()[0], keeper=line)
+    keeper.close()
+    clock.now_s = 1010.0
+    assert not made._await_another(who)
+    assert clock.allows(made, 1010.0 + ORPHAN_S)
+
+
+def test_the_clock_does_not_stop_with_the_machine() -> None:
+    if sys.platform == "linux":
+        assert abs(clock_s() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1

@@ -102,6 +102,23 @@ def test_a_late_write_of_an_earlier_attempt_does_not_mix_with_a_later_one(tmp_pa
     assert found.tree == {"step": 6}
 
 
+def test_what_an_earlier_attempt_writes_late_neither_counts_nor_drops_what_the_later_one_wrote(
+    tmp_path: Path, url: str
+) -> None:
+    """One that was given up may have written more checkpoints than the one that went on in its place, further on."""
+    for step in (1, 2):
+        Mirror(url, attempt=1).send(written(tmp_path / "zombie", step))
+    Mirror(url, attempt=2).fetch(tmp_path / "here")
+    for step in (3, 4):
+        Mirror(url, attempt=1).send(written(tmp_path / "zombie", step))
+    Mirror(url, attempt=2).send(written(tmp_path / "here", 60))
+    Mirror(url, attempt=1).send(written(tmp_path / "zombie", 5))
+    Mirror(url, attempt=3).fetch(tmp_path / "there")
+    found = checkpoint.read_latest(tmp_path / "there", notice=silent)
+    assert found is not None
+    assert found.tree == {"step": 60}
+
+
 def test_a_file_goes_and_comes_whole(tmp_path: Path, url: str) -> None:
     (tmp_path / "model").write_bytes(b"weights")
     Mirror(url).send_file(tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,13 @@ from rota.execute.record import RunRecord, TaskRecord
 
 def decide(queue, free):
     return LongestFirst().decide(View(record=RunRecord(), waiting=queue, free=free, now_s=0.0))
+
+
+def test_a_task_gets_fewer_devices_where_there_are_no_more_but_not_while_one_is_in_doubt():
+    queue = [Waiting(name="a", index=0, batches=2.0, width=2), Waiting(name="b", index=1, batches=1.0)]
+    view = View(record=RunRecord(), waiting=queue, free=["cpu:0"], now_s=0.0, devices=["cpu:0"])
+    assert LongestFirst().decide(view) == [Launch(task="a", devices=("cpu:0",))]
+    assert LongestFirst().decide(replace(view, in_doubt=1)) == []
 
 
 def task_of(**changes):

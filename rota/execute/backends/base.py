@@ -25,6 +25,8 @@ class DeviceGone:
     """A device is not there any more; what ran on it was told as lost before."""
 
     reason: str
+    in_doubt: bool = False
+    """Whether this may be for a moment: it comes again, or is told to be gone once more, for good."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,6 +132,8 @@ class _Remote(Peer):
 
     def is_still(self) -> bool:
         """By the time that it has used of the processor, as its keeper says."""
+        if self.socket is None:
+            return False  # it is being started, which may take longer than an answer
         told = self._ask()
         if told is None:
             return False
@@ -378,7 +380,7 @@ class RayBackend(LocalBackend):
         super()._lose(worker, reason, retry=retry)
         if unreachable and worker.name in self._devices:
             self._doubtful[worker.name] = time.monotonic()
-            self._signs.append((worker.name, DeviceGone(reason=reason)))
+            self._signs.append((worker.name, DeviceGone(reason=reason, in_doubt=True)))
 
     def _look_for_found_devices(self, nodes: Sequence[dict[str, Any]]) -> None:
         there = {node["NodeID"] for node in nodes}
@@ -406,8 +408,8 @@ class RayBackend(LocalBackend):
                 self.kill(device)
                 if busy:
                     self._signs.append((device, WorkerLost(reason=f"its node {name} is gone", retry=True)))
-                if device not in self._doubtful:  # otherwise that is told
-                    self._signs.append((device, DeviceGone(reason=f"node {name} is lost")))
+                self._doubtful.pop(device, None)
+                self._signs.append((device, DeviceGone(reason=f"node {name} is lost")))
                 del self._devices[device]
 
     def _look_for_new_nodes(self, nodes: Sequence[dict[str, Any]]) -> None:

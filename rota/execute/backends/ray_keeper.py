@@ -27,7 +27,7 @@ from rota.errors import InputError
 from rota.execute.backends import handshake
 from rota.execute.backends.local import end_process, last_line, spawn
 from rota.execute.backends.ray_nodes import ANSWER_S
-from rota.runtime.link import ORPHAN_S
+from rota.runtime.link import ORPHAN_S, clock_s, hand_over
 from rota.runtime.worker import CODE_FOLDER
 
 ray_: Any = untyped_ray
@@ -99,8 +99,9 @@ class Keeper:
         self._called_s = time.monotonic()
         if self._process is None or self._process.poll() is not None or self._line is None:
             return False
+        since_s = clock_s()
         with handshake.connect(address, key, number, timeout_s=ANSWER_S) as theirs:
-            socket.send_fds(self._line, [b"!"], [theirs.fileno()])
+            hand_over(self._line, theirs, since_s=since_s)
         return True
 
     def look(self) -> tuple[int | None, str, float]:
