@@ -22,12 +22,13 @@ from rota.memory.explain import SpillExplanation, summarise
 from rota.memory.explain_pool import PooledTask, pooled_task
 from rota.memory.pooled import Fitting, cut_to_fit
 from rota.memory.residency import Rates
-from rota.memory.spillable import check_spillable, margin_bytes, training_of
+from rota.memory.spillable import WANDERS_BYTES, check_spillable, margin_bytes, training_of
 from rota.memory.steps import Training as Step
 from rota.plan.costs import Costs
 from rota.plan.program import Program
 from rota.runtime.choose import graph_of
 from rota.runtime.executor import Room, placed
+from rota.runtime.limits import anonymous_bytes
 from rota.runtime.training import Training
 from rota.runtime.user_code import calling
 from rota.strategies.spill import Spill
@@ -74,7 +75,11 @@ def look_in_pool(task: Task, *, memory_bytes: int, devices: int, notice: Callabl
             step = found.step
             if costs is not None:
                 step = replace(step, update_s=lambda sizes: sum(update_seconds(costs, size) for size in sizes))
-            return cut_to_fit(found.graph, step, room_bytes=found.budget_bytes // 2, costs=costs)
+            try:
+                return cut_to_fit(found.graph, step, room_bytes=found.budget_bytes // 2, costs=costs)
+            except FitError as error:  # what runs has a half of a device
+                needed = error.needed_bytes
+                raise FitError(str(error), needed_bytes=None if needed is None else 2 * needed) from error
 
         costs = _measured(made().program, threads=max(1, len(available_cores()) // devices), notice=notice)
         return pooled_task(task.name, made(costs), steps=found.total_steps, rates=found.rates)
@@ -88,12 +93,13 @@ def _measured(program: Program, *, threads: int, notice: Callable[[str], None]) 
 @contextlib.contextmanager
 def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> Iterator[_Opened]:
     """The task as it begins, in no more memory than it would get."""
-    budget_bytes = memory_bytes - margin_bytes(memory_bytes)
-    if budget_bytes <= 0:
+    if memory_bytes <= margin_bytes(memory_bytes):
         raise InputError(too_little_to_spill(memory_bytes))
+    import torch._dynamo  # code is nobody's memory; what optimizers import comes before the count
+
     with tempfile.TemporaryDirectory(prefix=".rota-", dir=Path.cwd()) as folder:
         building = Building(Path(folder) / "building", budget_bytes=memory_bytes // 2)
-        room = Room(memory_bytes=memory_bytes, before_bytes=0, folder=Path(folder), building=building)
+        room = Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=Path(folder), building=building)
         try:
             notice(f"making the model of {task.name}")
             training = Training(task, device=torch.device("cpu"), room=room)
@@ -102,17 +108,18 @@ def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> 
                 batch, _ = training.cursor.next()
             graph = graph_of(training.parts, batch)
             check_spillable(training.parts, graph)
+            beside_bytes = room.taken_bytes() + margin_bytes(memory_bytes)
             yield _Opened(
                 graph=graph,
                 step=training_of(training.parts, graph, placed(batch, training.parts)),
                 rates=measured_rates(Path(folder)),
-                budget_bytes=budget_bytes,
+                budget_bytes=max(0, memory_bytes - beside_bytes),
                 total_steps=training.total_steps,
             )
         except FitError as error:
             if error.needed_bytes is None:
                 raise
-            needed = format_bytes(error.needed_bytes + margin_bytes(error.needed_bytes))
+            needed = format_bytes(error.needed_bytes + beside_bytes + WANDERS_BYTES)
             raise FitError(
                 f"{task.name}: {str(error).split(', and')[0]}: the task needs a device with at least {needed}, and "
                 f"this one has {format_bytes(memory_bytes)}; give it more (--memory), or use a smaller batch"

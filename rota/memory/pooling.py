@@ -49,7 +49,7 @@ class Pooling(Spilling):
         try:
             made = cut_to_fit(graph, training, room_bytes=half_bytes)
         except FitError as error:
-            raise TaskError(self._too_small(error, half_bytes)) from error
+            raise TaskError(self._too_small(error, halves=2)) from error
         self._half_bytes = half_bytes
         return Opening(
             cut=made.cut,
@@ -69,7 +69,7 @@ class Pooling(Spilling):
         try:
             step, units = pool_units(program, self._groups, training, room_bytes=self._half_bytes)
         except FitError as error:
-            raise TaskError(self._too_small(error, self._half_bytes)) from error
+            raise TaskError(self._too_small(error, halves=2)) from error
         return self._pooled(program, step, units, training)
 
     def _pooled(self, program: Program, step: Step, units: Sequence[Unit], training: Training) -> Pooled:

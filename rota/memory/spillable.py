@@ -16,6 +16,8 @@ from rota.runtime.executor import Parts, check_gradient
 from rota.runtime.planned import needs_of
 
 _MARGIN = 0.03
+WANDERS_BYTES = 4 * 2**20
+"""By about so much does what a process takes beside a task differ from one start to the next."""
 
 
 def check_spillable(parts: Parts, graph: Graph) -> None:

@@ -17,7 +17,7 @@ from rota.memory.holdings import Holdings
 from rota.memory.keeping import StoreWriter, references
 from rota.memory.residency import Item, Rates
 from rota.memory.slab import Budget
-from rota.memory.spillable import check_outputs, check_spillable, margin_bytes, training_of
+from rota.memory.spillable import WANDERS_BYTES, check_outputs, check_spillable, margin_bytes, training_of
 from rota.memory.spilled import Spilled
 from rota.memory.staging import Far
 from rota.memory.steps import Group, SegmentSeconds, Training, groups_of
@@ -187,7 +187,7 @@ class Spilling:
                 found = arrange(graph, spill, training, budget_bytes=budget_bytes, rates=self._usual, replicas=replicas)
                 answer = (found.cut, found.training.activations_move)
             except FitError as error:
-                refused = self._too_small(error, budget_bytes)
+                refused = self._too_small(error)
         if gang is not None:
             answer, refused = gang.told((answer, refused))
         if answer is None:
@@ -229,24 +229,28 @@ class Spilling:
                 rank=self._rank,
             )
         except FitError as error:
-            raise TaskError(self._too_small(error, budget_bytes)) from error
+            raise TaskError(self._too_small(error)) from error
 
     def _budget_bytes(self) -> int:
         """What the device has, without what the process took since, and what others took of a GPU."""
-        left_bytes = self._room.memory_bytes - self._room.taken_bytes()
+        return max(0, self._room.memory_bytes - self._beside_bytes())
+
+    def _beside_bytes(self) -> int:
+        """What of a device's memory is not for weights, gradients, moments and activations."""
+        taken_bytes = self._room.taken_bytes()
         free_bytes = free_device_bytes() if self._room.host_bytes is not None else None
         if free_bytes is not None:
-            left_bytes = min(left_bytes, free_bytes)
-        return max(0, left_bytes - margin_bytes(self._room.memory_bytes))
+            taken_bytes = max(taken_bytes, self._room.memory_bytes - free_bytes)
+        return taken_bytes + margin_bytes(self._room.memory_bytes)
 
-    def _too_small(self, error: FitError, budget_bytes: int) -> str:
+    def _too_small(self, error: FitError, *, halves: int = 1) -> str:
+        """What to tell the user; in a pool, what does not fit is to fit into half of a device."""
         if error.needed_bytes is None:
             return str(error)
-        beside = self._room.memory_bytes - budget_bytes
-        needed = format_bytes(error.needed_bytes + beside)
+        needed_bytes = halves * error.needed_bytes + self._beside_bytes() + WANDERS_BYTES
         return (
-            f"{str(error).split(', and')[0]}: the task needs a device with at least {needed}, and this one has "
-            f"{format_bytes(self._room.memory_bytes)}; give it more (--memory), or use a smaller batch"
+            f"{str(error).split(', and')[0]}: the task needs a device with at least {format_bytes(needed_bytes)}, and "
+            f"this one has {format_bytes(self._room.memory_bytes)}; give it more (--memory), or use a smaller batch"
         )
 
     def _key(self, batch: Any, *, backward: bool) -> Any:

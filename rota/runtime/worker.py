@@ -64,6 +64,8 @@ CODE_FOLDER = "ROTA_CODE"
 # A worker on another machine that has lost its controller ends after a while; until then it holds its task's folder.
 _LOCK_WAIT_S = ORPHAN_S + 10.0
 _PR_SET_PDEATHSIG = 1
+# On devices with less memory, all code is there before memory is counted.
+_TIGHT_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,7 +480,15 @@ def _memory_limit(settings: WorkerSettings) -> contextlib.AbstractContextManager
     """On a CPU device, allocations beyond the device's memory fail as they would on a GPU."""
     from rota.runtime.limits import limited
 
-    return limited(settings.memory_bytes) if settings.kind == "cpu" else contextlib.nullcontext()
+    if settings.kind != "cpu":
+        return contextlib.nullcontext()
+    if settings.memory_bytes < _TIGHT_BYTES:
+        # Code is nobody's memory: what optimizers and captures import would take the better part of a small device,
+        # and not all of it survives when there is none left.
+        import torch._dynamo  # noqa: F401
+
+        import rota.memory.spilling  # noqa: F401
+    return limited(settings.memory_bytes)
 
 
 def _die_with(parent: int) -> None:
