@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rota.memory.slab import Slab
+from rota.memory.slab import Loose, Slab
 from rota.memory.store import Store
 
 _ENOUGH_BYTES = 2**20
 """Less than that tells nothing of a disk's pace."""
+
+
+_BOUNCE_BYTES = 2 * 2**20
 
 
 class Pace:
@@ -41,6 +45,8 @@ class Mover:
         self._store = store
         self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rota-read")
         self._writers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rota-write")
+        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
+        """Of the thread that writes: what is not aligned passes through it."""
         self.read = Pace()
         self.written = Pace()
 
@@ -48,9 +54,9 @@ class Mover:
         """Begin to read an item, when what is being written of it is there."""
         return self._readers.submit(self._load, item, [into], after)
 
-    def write(self, item: str, slab: Slab) -> Future[None]:
+    def write(self, item: str, source: Slab | Loose) -> Future[None]:
         """Begin to write an item; its memory stays until that is done."""
-        return self._writers.submit(self._write, item, [slab])
+        return self._writers.submit(self._write, item, [source])
 
     def forget(self, item: str) -> None:
         """Its file stays, for when it is written anew."""
@@ -71,6 +77,6 @@ class Mover:
         with self.read.timing(into[0].size_bytes):
             self._store.read(item, into.pop().bytes)
 
-    def _write(self, item: str, slab: list[Slab]) -> None:
-        with self.written.timing(slab[0].size_bytes):
-            self._store.write(item, slab.pop().bytes)
+    def _write(self, item: str, source: list[Slab | Loose]) -> None:
+        with self.written.timing(source[0].size_bytes):
+            self._store.write_pieces(item, source.pop().chunks(self._bounce))

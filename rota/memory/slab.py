@@ -7,7 +7,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,10 @@ class Slab:
         """To be read into, or written from."""
         return memoryview(self._used).cast("B")
 
+    def chunks(self, bounce: mmap.mmap) -> Iterator[memoryview]:
+        """All of it: it is where a disk can take it from."""
+        yield self.bytes
+
     def tensors(self, shelf: Shelf) -> list[torch.Tensor]:
         """Views of it; each keeps all of its memory."""
         assert shelf.size_bytes <= self.size_bytes
@@ -150,6 +154,38 @@ class Slab:
             return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
         flat: Any = torch.frombuffer(self._used, dtype=shape.dtype, count=count, offset=shape.offset_bytes)
         return torch.as_strided(flat, shape.size, shape.stride)
+
+
+class Loose:
+    """Tensors that have memory of their own, on their way to disk as if they lay in a slab."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], shelf: Shelf, *, gone: Callable[[], None]) -> None:
+        """`gone` is told when their memory is not needed any more."""
+        self.size_bytes = shelf.size_bytes
+        self._tensors = list(tensors)
+        self._shelf = shelf
+        self._gone = gone
+
+    def chunks(self, bounce: mmap.mmap) -> Iterator[memoryview]:
+        """All of it, piece by piece, each copied to memory that a disk can take it from."""
+        into = torch.frombuffer(bounce, dtype=torch.uint8)
+        try:
+            for start in range(0, self.size_bytes, len(bounce)):
+                size = min(len(bounce), self.size_bytes - start)
+                for tensor, shape in zip(self._tensors, self._shelf.shapes, strict=True):
+                    _copy_part(into, start, start + size, tensor, shape.offset_bytes)
+                yield memoryview(bounce)[:size]
+        finally:
+            self._tensors.clear()
+            self._gone()
+
+
+def _copy_part(into: torch.Tensor, start: int, stop: int, tensor: torch.Tensor, offset: int) -> None:
+    """Of a tensor that lies at an offset of a row of bytes, what lies between these."""
+    low, high = max(start, offset), min(stop, offset + tensor.nbytes)
+    if low < high:
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        into[low - start : high - start].copy_(flat[low - offset : high - offset])
 
 
 class DeviceSlab(Slab):

@@ -107,9 +107,9 @@ class StepRun:
             tiers.drop(item)
         for write in self._written[position]:
             if write.item in self._taken:  # it was made here, and has memory of its own
-                tiers.budget.give(self._taken.pop(write.item))
-                tiers.admit(write.item)
-            tiers.begin_write(write.item)
+                tiers.begin_write_loose(write.item, self._taken.pop(write.item))
+            else:
+                tiers.begin_write(write.item)
 
     def _take(self, item: str) -> None:
         size = self._step.items[item].size_bytes

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,23 @@ class Store:
 
     def write(self, item: str, data: memoryview) -> None:
         """A new version, which is read from now on. The last two commits keep their own."""
-        assert len(data) % ALIGNMENT == 0
+        self.write_pieces(item, iter((data,)))
+
+    def write_pieces(self, item: str, pieces: Iterator[memoryview]) -> None:
+        """The same, of pieces that may be made one after another in the same memory."""
         taken = {commit[item].slot for commit in (self._committed, self._before) if item in commit}
         slot = next(slot for slot in _SLOTS if slot not in taken)
         handle = self._handle(item, slot)
         with _told(f"{item} cannot be written to {self._folder}"):
-            done = 0
-            while done < len(data):
-                done += os.pwrite(handle, data[done : done + _CHUNK_BYTES], done)
+            end = 0
+            for data in pieces:
+                assert len(data) % ALIGNMENT == 0
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(handle, data[done : done + _CHUNK_BYTES], end + done)
+                end += done
         self._unsynced.add((item, slot))
-        self._current[item] = Version(slot=slot, size_bytes=len(data))
+        self._current[item] = Version(slot=slot, size_bytes=end)
 
     def read(self, item: str, into: memoryview) -> None:
         """The last version; CorruptCheckpointError if it is not all there."""

@@ -11,7 +11,7 @@ import torch
 
 from rota.memory.mover import Mover
 from rota.memory.residency import Rates
-from rota.memory.slab import Budget, DeviceSlab, Shelf, Slab
+from rota.memory.slab import Budget, DeviceSlab, Loose, Shelf, Slab
 from rota.memory.staging import Far, Staging
 from rota.memory.store import Store
 from rota.runtime.hollow import hollow_like
@@ -101,6 +101,22 @@ class Tiers:
             tensor.data = view
         held.shelf, held.slab = shelf, slab
         self._changed.add(item)
+
+    def begin_write_loose(self, item: str, taken_bytes: int) -> None:
+        """It leaves from memory of its own, of which so many bytes were taken; they are given back when it has left."""
+        if isinstance(self._mover, Staging):
+            self.budget.give(taken_bytes)
+            self.admit(item)
+            self.begin_write(item)
+            return
+        held = self.held[item]
+        tensors = held.tensors()
+        held.shelf = Shelf.of(tensors)
+        assert held.shelf.size_bytes <= held.size_bytes, f"{item}: {held.shelf.size_bytes}, not {held.size_bytes}"
+        loose = Loose([tensor.detach() for tensor in tensors], held.shelf, gone=lambda: self.budget.give(taken_bytes))
+        for tensor in tensors:
+            tensor.data = hollow_like(tensor)
+        self._leaving[item] = self._mover.write(item, loose)
 
     def drop(self, item: str) -> None:
         """It has not changed."""
