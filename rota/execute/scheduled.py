@@ -141,6 +141,8 @@ class Scheduled:
         there = set(view.devices)
         if not there or known == there:
             return
+        if view.in_doubt and there < known:
+            return  # what was planned for them waits: it is known in a moment whether they are gone
         self._nodes = _with_devices(self._nodes, sorted(there))
         self._intents = {name: one for name, one in self._intents.items() if there.issuperset(one.devices)}
         self._asked = None  # the answer would be to another question

@@ -9,6 +9,10 @@ import pytest
 
 from rota.execute.policy import Launch, LongestFirst, View, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
+from rota.execute.scheduled import Scheduled
+from rota.execute.solvers import InlineSolver
+from rota.schedule.problem import Node
+from rota.schedule.replan import Intent
 
 
 def decide(queue, free):
@@ -20,6 +24,28 @@ def test_a_task_gets_fewer_devices_where_there_are_no_more_but_not_while_one_is_
     view = View(record=RunRecord(), waiting=queue, free=["cpu:0"], now_s=0.0, devices=["cpu:0"])
     assert LongestFirst().decide(view) == [Launch(task="a", devices=("cpu:0",))]
     assert LongestFirst().decide(replace(view, in_doubt=1)) == []
+
+
+def test_what_was_planned_for_a_device_waits_while_that_is_in_doubt():
+    node = Node(name="here", kind="cpu", devices=("cpu:0", "cpu:1"), memory_bytes=2**30)
+    intents = [Intent(task="a", label="data(2)", devices=("cpu:0", "cpu:1"), start_s=0.0)]
+    view = View(
+        record=RunRecord(),
+        waiting=[Waiting(name="a", index=0, batches=2.0, width=1)],
+        free=["cpu:0"],
+        now_s=0.0,
+        devices=["cpu:0"],
+        in_doubt=1,
+    )
+
+    def scheduled():
+        return Scheduled(estimates={}, classes={}, nodes=[node], solver=InlineSolver(), intents=intents, replan=False)
+
+    policy = scheduled()
+    assert policy.decide(view) == []
+    back = replace(view, in_doubt=0, free=["cpu:0", "cpu:1"], devices=["cpu:0", "cpu:1"])
+    assert policy.decide(back) == [Launch(task="a", devices=("cpu:0", "cpu:1"), strategy="data(2)")]
+    assert scheduled().decide(replace(view, in_doubt=0)) == [Launch(task="a", devices=("cpu:0",))]
 
 
 def task_of(**changes):
