@@ -216,6 +216,9 @@ class Scheduled:
         left = list(self._remaining(view))
         if self._intents and self._soon(view):
             return
+        held = [device for one in left for device in one.devices]
+        if len(held) > len(set(held)):
+            return  # a gang is ending: a device that it has left is in use again before its last process has told
         self._due, self._asked_s = False, view.now_s
         if not left:
             return

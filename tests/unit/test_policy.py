@@ -11,6 +11,8 @@ from rota.execute.policy import Launch, LongestFirst, View, Waiting, waiting
 from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.scheduled import Scheduled
 from rota.execute.solvers import InlineSolver
+from rota.execute.states import TaskState
+from rota.profile.estimate import Estimate
 from rota.schedule.problem import Node
 from rota.schedule.replan import Intent
 
@@ -46,6 +48,29 @@ def test_what_was_planned_for_a_device_waits_while_that_is_in_doubt():
     back = replace(view, in_doubt=0, free=["cpu:0", "cpu:1"], devices=["cpu:0", "cpu:1"])
     assert policy.decide(back) == [Launch(task="a", devices=("cpu:0", "cpu:1"), strategy="data(2)")]
     assert scheduled().decide(replace(view, in_doubt=0)) == [Launch(task="a", devices=("cpu:0",))]
+
+
+def test_nothing_is_planned_while_a_gang_ends_whose_device_is_in_use_again():
+    """Two tasks on one device are no question that a solver can answer; it would have ended the run."""
+    node = Node(name="here", kind="cpu", devices=("cpu:0", "cpu:1"), memory_bytes=2**30)
+    ways = {
+        name: (Estimate(label=label, kind="cpu", devices=width, step_s=1.0, spread=0.1, memory_bytes=1, measured=True),)
+        for name, label, width in (("wide", "data(2)", 2), ("next", "single", 1))
+    }
+    record = RunRecord()
+    for index, (name, devices) in enumerate((("wide", ("cpu:0", "cpu:1")), ("next", ("cpu:1",)))):
+        record.tasks[name] = task_of(
+            name=name,
+            index=index,
+            state=TaskState.RUNNING,
+            devices=devices,
+            total_steps=9,
+            strategy=ways[name][0].label,
+        )
+    policy = Scheduled(estimates=ways, classes={}, nodes=[node], solver=InlineSolver())
+    view = View(record=record, waiting=[], free=[], now_s=100.0, devices=["cpu:0", "cpu:1"])
+    assert policy.decide(view) == []
+    assert policy.plans == 0
 
 
 def task_of(**changes):
