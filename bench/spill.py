@@ -2,10 +2,11 @@
 
 python -m bench.spill [--quick] [--json] [--huge]
 
-Every arm is a process of its own: the same model, batches, optimizer (AdamW, fused) and threads. Arms take turns, two
-rounds of each; ratios are those of the medians of their steps after the first three, in which rota measures its stages.
-All arms but plain PyTorch run in a control group that the system keeps within 1.1 of their memory, page cache and all
-(where a group can be made: it needs root; `confined` says so). What they took is measured as well.
+Every arm is a process of its own: the same model, batches, optimizer (AdamW, fused) and threads. They take turns of two
+steps, each beside a turn of plain PyTorch, because the machine's own pace changes within minutes; a turn ends when
+nothing moves any more. A ratio is the median of those of the turns. The first three steps, in which rota measures its
+stages, do not count. All arms but plain PyTorch run in a control group that the system keeps within 1.1 of their
+memory, page cache and all (where a group can be made: it needs root; `confined` says so). What they took is measured as well.
 
 The mapped arm is plain PyTorch on tensors that are files, under the same limit. Small batches are 64 tokens, where
 moving cannot hide. `--huge` trains 2 billion parameters, 32 GB of state, with 4 GiB, for some steps.
@@ -13,12 +14,14 @@ moving cannot hide. `--huge` trains 2 billion parameters, 32 GB of state, with 4
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,7 +31,9 @@ from rota.runtime.limits import HUGE_PAGES
 
 OVER = 8
 WARM = 3
-_PATIENCE_S = 3600.0
+TURN = 2
+"""Steps."""
+ROUNDS = {"spill": 6, "mapped": 2, "no_prefetch": 2, "no_clean_tracking": 2, "recompute_only": 2}
 
 
 def main() -> None:
@@ -39,48 +44,53 @@ def main() -> None:
     if chosen.huge:
         huge(chosen)
         return
-    setting = Setting(arm="memory", width=1024, depth=12, rows=8, length=128, steps=6)
-    rounds = 2
-    arms = ["memory", "spill", "mapped", "no_prefetch", "no_clean_tracking", "recompute_only"]
+    setting, rounds = Setting(arm="memory", width=1024, depth=12, rows=8, length=128, steps=64), ROUNDS
     if chosen.quick:
-        setting, rounds = replace(setting, width=768, depth=8, rows=4, steps=5), 1
-        arms = ["memory", "spill", "mapped"]
+        setting, rounds = replace(setting, width=768, depth=8, rows=4), {"spill": 2, "mapped": 1}
     setting = replace(setting, memory_bytes=setting.state_bytes // OVER)
-    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    for _ in range(rounds):
-        for arm in arms:
-            runs[arm].append(run(replace(setting, arm=arm)))
-    small = {}
+    compared = compare(setting, rounds)
+    figures = figures_of(setting, compared)
+    details: dict[str, Any] = {"setting": asdict(setting), "arms": compared}
     if not chosen.quick:
-        tiny = replace(setting, rows=1, length=64)
-        small = {arm: [run(replace(tiny, arm=arm))] for arm in ("memory", "spill")}
-    figures = figures_of(setting, runs)
-    if small:
-        figures["small_batch"] = median_s(small["memory"]) / median_s(small["spill"])
-    harness.finish("spill", figures, {"runs": runs, "small": small}, chosen)
+        details["small"] = compare(replace(setting, rows=1, length=64), {"spill": 4})
+        figures["small_batch"] = ratio(details["small"]["spill"])
+    del details["setting"]["folder"]  # of this machine only
+    harness.finish("spill", figures, details, chosen)
 
 
-def figures_of(setting: Setting, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The ratios."""
-    memory_s, spill_s = median_s(runs["memory"]), median_s(runs["spill"])
-    found: dict[str, Any] = {
-        "state_over_budget": setting.state_bytes / setting.memory_bytes,
-        "throughput_vs_memory": memory_s / spill_s,
-        "peak_over_budget": max(one["peak_bytes"] for one in runs["spill"]) / setting.memory_bytes,
-        "bit_equal": all(
-            one["losses"] == runs["memory"][0]["losses"] for arm in runs if arm != "mapped" for one in runs[arm]
-        ),
-        "vs_mmap": median_s(runs["mapped"]) / spill_s,
-    }
-    for arm in ("no_prefetch", "no_clean_tracking", "recompute_only"):
-        if arm in runs:
-            found[arm] = memory_s / median_s(runs[arm])
+def compare(setting: Setting, rounds: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Each arm, as often as is wanted, in turns with plain PyTorch."""
+    found: dict[str, dict[str, Any]] = {}
+    with started(replace(setting, arm="memory")) as memory:
+        memory.turn(WARM)
+        for arm, count in rounds.items():
+            with started(replace(setting, arm=arm)) as other:
+                other.turn(WARM)
+                pairs = [(memory.turn(TURN)["step_s"], other.turn(TURN)["step_s"]) for _ in range(count)]
+            found[arm] = {"memory_and_arm_step_s": pairs, "losses": other.losses, **other.facts}
+    found["memory"] = {"losses": memory.losses, **memory.facts}
     return found
 
 
-def median_s(runs: list[dict[str, Any]]) -> float:
-    """Of all steps after the first few."""
-    return statistics.median(step_s for one in runs for step_s in one["steps_s"][WARM:])
+def ratio(arm: dict[str, Any]) -> float:
+    """How fast an arm is if plain PyTorch is 1."""
+    return statistics.median(memory_s / arm_s for memory_s, arm_s in arm["memory_and_arm_step_s"])
+
+
+def figures_of(setting: Setting, compared: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The ratios."""
+    exact = [one["losses"] for name, one in compared.items() if name not in ("memory", "mapped")]
+    found: dict[str, Any] = {
+        "state_over_budget": setting.state_bytes / setting.memory_bytes,
+        "throughput_vs_memory": ratio(compared["spill"]),
+        "peak_over_budget": compared["spill"]["peak_bytes"] / setting.memory_bytes,
+        "bit_equal": all(losses == compared["memory"]["losses"][: len(losses)] for losses in exact),
+        "vs_mmap": ratio(compared["spill"]) / ratio(compared["mapped"]),
+    }
+    for arm in ("no_prefetch", "no_clean_tracking", "recompute_only"):
+        if arm in compared:
+            found[arm] = ratio(compared[arm])
+    return found
 
 
 def huge(chosen: Any) -> None:
@@ -95,40 +105,77 @@ def huge(chosen: Any) -> None:
         memory_bytes=4 * 2**30,
         lr=2e-5,  # two billion parameters want small steps
     )
-    found = run(setting)
-    losses = found["losses"]
+    with started(setting) as arm:
+        steps_s = [arm.turn(1)["step_s"] for _ in range(setting.steps)]
+    losses = arm.losses
     figures = {
         "parameters": setting.state_bytes // 16,
         "state_bytes": setting.state_bytes,
         "machine_bytes": harness.machine()["memory_bytes"],
         "losses": losses,
         "falls": sum(losses[-2:]) < sum(losses[:2]),  # of the same two batches, which come again after four steps
-        "step_s": statistics.median(found["steps_s"][1:]),
-        "peak_over_budget": found["peak_bytes"] / setting.memory_bytes,
+        "step_s": statistics.median(steps_s[1:]),
+        "peak_over_budget": arm.facts["peak_bytes"] / setting.memory_bytes,
     }
-    harness.finish("spill_huge", figures, {"run": found}, chosen)
+    harness.finish("spill_huge", figures, {"steps_s": steps_s, "facts": arm.facts}, chosen)
 
 
-def run(setting: Setting) -> dict[str, Any]:
-    """One arm, in a process of its own; its own words if it fails."""
+class Arm:
+    """A process that trains when it is its turn."""
+
+    def __init__(self, process: subprocess.Popen[str], name: str) -> None:
+        self._process = process
+        self._name = name
+        self.losses: list[float] = []
+        self.facts: dict[str, Any] = {}
+        """Known when it has ended."""
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """So many steps."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{steps}\n")
+            self._process.stdin.flush()
+        found = self._answer()
+        self.losses += found["losses"]
+        return found
+
+    def end(self) -> None:
+        """Let it go."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self.facts = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the arm {self._name} ended with {self._process.wait()}; see what it said above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextlib.contextmanager
+def started(setting: Setting) -> Iterator[Arm]:
+    """An arm, in a process and a folder of its own."""
     environment = dict(os.environ)
     if setting.arm != "memory":  # plain PyTorch is no faster with it
         environment.setdefault(*HUGE_PAGES)
     with tempfile.TemporaryDirectory(dir=os.getcwd(), prefix=".bench-spill-") as folder:
-        told = json.dumps(asdict(replace(setting, folder=folder)))
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.spill_arm", told],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit(f"the arm {setting.arm} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    del found["setting"]["folder"]  # of this machine only
-    return found
+        command: Sequence[str] = [
+            sys.executable,
+            "-m",
+            "bench.spill_arm",
+            json.dumps(asdict(replace(setting, folder=folder))),
+        ]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+            try:
+                arm = Arm(process, setting.arm)
+                yield arm
+                arm.end()
+            finally:
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""One arm of bench.spill, in a process of its own: trains a GPT in one way and prints what it took as JSON."""
+"""One arm of bench.spill, in a process of its own: trains a GPT in one way, some steps whenever it is asked to.
+
+Each line of its input is a number of steps; it answers with what they took, as JSON, and at the end with all the rest.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -12,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,25 +211,34 @@ CHANGES = {"no_prefetch": without_prefetch, "no_clean_tracking": without_clean_t
 
 
 class Watch:
-    """The most memory that this process took, above what it took at the start; files do not count."""
+    """The most memory that this process took while it was looked at, above what it took at the start, without files."""
 
-    def __enter__(self) -> Watch:
-        self._start_bytes = self.peak_bytes = anonymous_bytes()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
+    def __init__(self) -> None:
+        self._start_bytes = anonymous_bytes()
+        self._most_bytes = self._start_bytes
+        self._on = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
 
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.peak_bytes -= self._start_bytes
+    @property
+    def peak_bytes(self) -> int:
+        """Above the start."""
+        return self._most_bytes - self._start_bytes
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Only in one's turn: looking takes time, too."""
+        self._on.set()
+        try:
+            yield
+        finally:
+            self._on.clear()
 
     def _look(self) -> None:
-        while not self._ended.wait(0.01):
+        while self._on.wait():
             with open("/proc/self/status") as file:
                 taken = next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
-            self.peak_bytes = max(self.peak_bytes, taken)
+            self._most_bytes = max(self._most_bytes, taken)
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -247,11 +260,18 @@ def confined(memory_bytes: int) -> Iterator[bool]:
             group.rmdir()
 
 
-def run(setting: Setting) -> dict[str, Any]:
-    """Train; the time of each step, the losses, and the memory."""
+def settle(executors: list[Spilling]) -> None:
+    """Wait for what still moves: nothing of an arm goes on in the turn of another."""
+    for executor in executors:
+        tiers = executor._tiers
+        for future in (*(future for future, _ in tiers._coming.values()), *tiers._leaving.values()):
+            future.result()
+
+
+def run(setting: Setting, asked: Iterator[int], answer: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Train as many steps as is asked for, each time; what is known at the end."""
     torch.set_num_threads(int(os.environ.get("ROTA_BENCH_THREADS", "2")))
     warm = replace(setting, width=64, depth=1, rows=1, steps=1, memory_bytes=2**30, arm="spill")
-    made: list[Any] = []
     if setting.arm not in ("memory", "mapped"):  # what PyTorch imports is nobody's memory
         warm_step, _, made = spilled(warm)
         warm_step(warm.batch(0))
@@ -263,35 +283,40 @@ def run(setting: Setting) -> dict[str, Any]:
     gc.collect()
     limited = setting.arm != "memory"
     keeper: Any = confined(int(_ROOM * setting.memory_bytes)) if limited else contextlib.nullcontext(False)
-    found: dict[str, Any] = {"losses": [], "steps_s": []}
+    executors: list[Any] = []
     began_s = time.perf_counter()
-    with keeper as kept, Watch() as watch:
-        executors: list[Any] = []
-        if setting.arm == "memory":
-            step = in_memory(setting)
-        elif setting.arm == "mapped":
-            step = mapped(setting)
-        else:
-            step, _, executors = spilled(setting)
-        for number in range(setting.steps):
-            batch = setting.batch(number)
-            step_began_s = time.perf_counter()
-            found["losses"].append(step(batch))
-            found["steps_s"].append(time.perf_counter() - step_began_s)
-            if number == 0:
-                found["start_s"] = time.perf_counter() - began_s
-        if executors:
-            way = executors[0]._active or next(iter(executors[0]._ways.values()))
-            read, written = way.residency.moved_bytes
-            found |= {"read_bytes": read, "written_bytes": written, "shards": len(way.program.segments)}
-            found["recomputed"] = sum(one.recompute for one in way.program.segments)
+    with keeper as kept:
+        watch = Watch()
+        with watch.looking():
+            if setting.arm == "memory":
+                step = in_memory(setting)
+            elif setting.arm == "mapped":
+                step = mapped(setting)
+            else:
+                step, _, executors = spilled(setting)
+        start_s = time.perf_counter() - began_s
+        numbers = itertools.count()
+        for count in asked:
+            batches = [setting.batch(next(numbers)) for _ in range(count)]
+            with watch.looking():
+                turn_began_s = time.perf_counter()
+                losses = [step(batch) for batch in batches]
+                settle(executors)
+                answer({"losses": losses, "step_s": (time.perf_counter() - turn_began_s) / count})
+        found: dict[str, Any] = {"start_s": start_s, "peak_bytes": watch.peak_bytes, "confined": kept}
     for executor in executors:
+        way = executor._active or next(iter(executor._ways.values()))
+        read, written = way.residency.moved_bytes
+        found |= {"read_bytes": read, "written_bytes": written, "shards": len(way.program.segments)}
+        found["recomputed"] = sum(one.recompute for one in way.program.segments)
         if isinstance(executor, KeepsItself):
             executor.close()
-    return {**found, "peak_bytes": watch.peak_bytes, "confined": kept}
+    return found
 
 
 if __name__ == "__main__":
     given = Setting(**json.loads(sys.argv[1]))
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
-        print(json.dumps(run(replace(given, folder=place)) | {"setting": asdict(given)}))
+        tell = functools.partial(print, flush=True)
+        counts = (int(line) for line in sys.stdin)
+        tell(json.dumps(run(replace(given, folder=place), counts, lambda turn: tell(json.dumps(turn)))))

@@ -168,7 +168,7 @@ class Loose:
 
     def chunks(self, bounce: mmap.mmap) -> Iterator[memoryview]:
         """All of it, piece by piece, each copied to memory that a disk can take it from."""
-        into = torch.frombuffer(bounce, dtype=torch.uint8)
+        into = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         try:
             for start in range(0, self.size_bytes, len(bounce)):
                 size = min(len(bounce), self.size_bytes - start)
@@ -180,12 +180,15 @@ class Loose:
             self._gone()
 
 
-def _copy_part(into: torch.Tensor, start: int, stop: int, tensor: torch.Tensor, offset: int) -> None:
-    """Of a tensor that lies at an offset of a row of bytes, what lies between these."""
+def _copy_part(into: int, start: int, stop: int, tensor: torch.Tensor, offset: int) -> None:
+    """Of a dense tensor that lies at an offset of a row of bytes, what lies between these.
+
+    Not by PyTorch: a second thread that asks it to work makes a second team of threads, and with more threads than
+    cores each team sleeps where it would wait awake, at the end of every op.
+    """
     low, high = max(start, offset), min(stop, offset + tensor.nbytes)
     if low < high:
-        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        into[low - start : high - start].copy_(flat[low - offset : high - offset])
+        ctypes.memmove(into + low - start, tensor.data_ptr() + low - offset, high - low)
 
 
 class DeviceSlab(Slab):
