@@ -46,7 +46,7 @@ from rota.memory.pooling import Pooling, Seat
 from rota.memory.sharp import Work, lower_bound_s, play
 from rota.memory.turns import Turns
 from rota.runtime import comm
-from rota.runtime.limits import HUGE_PAGES, anonymous_bytes, return_freed_memory
+from rota.runtime.limits import HUGE_PAGES, REUSED, anonymous_bytes, hold_freed_memory, return_freed_memory
 from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
 from rota.strategies import pool, spill
@@ -55,7 +55,6 @@ from rota.testing.models import GPT
 
 VOCABULARY = 512
 LENGTH = 128
-ROWS = 8
 DEVICES = 2
 _PATIENCE_S = 3600.0
 
@@ -68,6 +67,12 @@ class Setting:
     width: int
     depth: int
     steps: int
+    rows: int = 8
+
+    def batch(self, number: int) -> torch.Tensor:
+        """Of a step."""
+        generator = torch.Generator().manual_seed(number)
+        return torch.randint(0, VOCABULARY, (self.rows, LENGTH + 1), generator=generator)
 
     def model(self) -> GPT:
         """Made anew."""
@@ -85,18 +90,12 @@ class Setting:
         return Task(
             name=self.name,
             model=self.model,
-            data=lambda: Data(train=(batch_of(number) for number in range(self.steps))),
+            data=lambda: Data(train=(self.batch(number) for number in range(self.steps))),
             loss=loss_of,
             optimizer=optimizer_of,
             steps=self.steps,
             strategy=spill(),
         )
-
-
-def batch_of(number: int) -> torch.Tensor:
-    """Of a step."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -189,8 +188,8 @@ def run_arm(
 ) -> dict[str, Any]:
     """An arm in a process of its own."""
     environment = dict(os.environ)
-    if arm in ("sharp", "static"):
-        environment.setdefault(*HUGE_PAGES)
+    if arm in ("sharp", "static"):  # as workers are started
+        environment.setdefault(*(HUGE_PAGES if arm == "static" else REUSED))
     with tempfile.TemporaryDirectory(dir=os.getcwd(), prefix=".bench-sharp-") as folder:
         told = {
             "arm": arm,
@@ -291,7 +290,7 @@ def _alone_s(setting: Setting) -> float:
     optimizer = optimizer_of(model)
     times = []
     for number in range(3):
-        batch = batch_of(number)
+        batch = setting.batch(number)
         begun_s = time.perf_counter()
         optimizer.zero_grad()
         loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -355,7 +354,7 @@ def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int) -
 
 def _prepared(task: Task, budget_bytes: int, folder: Path, chosen: Any) -> Training:
     """A task before its first step; what comes before is not counted, and the budget is for what moves."""
-    return_freed_memory(budget_bytes)
+    (hold_freed_memory if task.strategy == pool() else return_freed_memory)(budget_bytes)
     room = room_of(task, device=torch.device("cpu"), folder=folder, memory_bytes=2**34)
     assert room is not None
     training = Training(task, device=torch.device("cpu"), choose=chosen, room=room)
@@ -369,7 +368,7 @@ def _steps(training: Training, setting: Setting, executor: Any) -> list[float]:
     losses = []
     for number in range(setting.steps):
         executor.zero_grad()
-        losses.append(executor.backward(batch_of(number), number=number)["loss"])
+        losses.append(executor.backward(setting.batch(number), number=number)["loss"])
         executor.update()
     return losses
 
@@ -440,7 +439,7 @@ def _pipelined(models: list[Setting], rank: int, parts: int, folder: Path) -> di
         begun_s = time.perf_counter()
         for number in range(one.steps):
             optimizer.zero_grad()
-            rows = batch_of(number)
+            rows = one.batch(number)
             if rank == 0:
                 schedule.step(rows[:, :-1].contiguous())
             else:

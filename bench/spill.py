@@ -6,7 +6,8 @@ Every arm is a process of its own: the same model, batches, optimizer (AdamW, fu
 steps, each beside a turn of plain PyTorch, because the machine's own pace changes within minutes; a turn ends when
 nothing moves any more. A ratio is the median of those of the turns. The first three steps, in which rota measures its
 stages, do not count. All arms but plain PyTorch run in a control group that the system keeps within 1.1 of their
-memory, page cache and all (where a group can be made: it needs root; `confined` says so). What they took is measured as well.
+memory, page cache and all (where a group can be made: it needs root; `confined` says so). What they took is measured
+as well.
 
 The mapped arm is plain PyTorch on tensors that are files, under the same limit. Small batches are 64 tokens, where
 moving cannot hide. `--huge` trains 2 billion parameters, 32 GB of state, with 4 GiB, for some steps.

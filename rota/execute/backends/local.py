@@ -26,7 +26,7 @@ from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
 from rota.pickling import pickle_task
 from rota.runtime import channel
-from rota.runtime.limits import HUGE_PAGES
+from rota.runtime.limits import HUGE_PAGES, REUSED
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.task import Task
@@ -476,7 +476,7 @@ def spawn(
     )
     threads = str(max(1, len(pool_cores[0] if pool_cores else device.cores)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    environment.setdefault(*HUGE_PAGES)
+    environment.setdefault(*(HUGE_PAGES if turns is None else REUSED))
     if device.kind == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
     else:
