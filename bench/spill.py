@@ -34,7 +34,7 @@ OVER = 8
 WARM = 3
 TURN = 2
 """Steps."""
-ROUNDS = {"spill": 6, "mapped": 2, "no_prefetch": 2, "no_clean_tracking": 2, "recompute_only": 2}
+ROUNDS = {"spill": 4, "mapped": 1, "no_prefetch": 1, "no_clean_tracking": 1, "recompute_only": 1}
 
 
 def main() -> None:

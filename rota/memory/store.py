@@ -111,15 +111,16 @@ class Store:
 
     def _summed(self, item: str, version: Version) -> Version:
         """With the checksum of what is on disk."""
-        with contextlib.closing(mmap.mmap(-1, _CHUNK_BYTES)) as memory, memoryview(memory) as buffer:
-            found = done = 0
-            while done < version.size_bytes:
-                filled = 0
-                size = min(_CHUNK_BYTES, version.size_bytes - done)
-                while filled < size:  # whole pages, for the sum is of pages
-                    filled += self._read_some(item, version, buffer[filled:size], done + filled)
-                found = checksum(buffer[:size], found)
-                done += size
+        # Not closed: an error that is on its way may hold a part of it.
+        buffer = memoryview(mmap.mmap(-1, _CHUNK_BYTES))
+        found = done = 0
+        while done < version.size_bytes:
+            filled = 0
+            size = min(_CHUNK_BYTES, version.size_bytes - done)
+            while filled < size:  # whole pages, for the sum is of pages
+                filled += self._read_some(item, version, buffer[filled:size], done + filled)
+            found = checksum(buffer[:size], found)
+            done += size
         return replace(version, checksum=found)
 
     def mapped(self, item: str, *, writable: bool) -> mmap.mmap:

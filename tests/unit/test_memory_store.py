@@ -152,6 +152,17 @@ def test_after_a_write_that_failed_the_version_before_it_is_read(store, monkeypa
     assert read(store, "a") == {1}
 
 
+def test_a_read_that_fails_in_a_commit_is_told_as_that(store, monkeypatch):
+    store.write("a", slab(1).bytes)
+
+    def failing(*args):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(CheckpointError, match=r"a cannot be read from \S+ \(broken\)"):
+        store.commit({})
+
+
 def test_a_short_file_is_an_error(store, tmp_path):
     store.write("a", slab(1).bytes)
     store.commit({})
