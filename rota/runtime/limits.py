@@ -88,8 +88,8 @@ def keep_freed_memory() -> None:
 def hold_freed_memory(memory_bytes: int) -> None:
     """From now on, keep all of it for the next tensors, if the process was started so that they can have it.
 
-    For a task whose activations are not counted: its memory does not grow by it, and new memory takes time. Otherwise
-    as `return_freed_memory`.
+    For a task whose activations are not counted: it keeps the most that it took, also while others have their turn, and
+    new memory takes time. Otherwise as `return_freed_memory`.
     """
     if _WHOLE not in os.environ.get(REUSED[0], ""):
         return_freed_memory(memory_bytes)
