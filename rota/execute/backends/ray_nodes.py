@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
 import os
@@ -13,11 +12,13 @@ from typing import Any
 
 import psutil
 import ray as untyped_ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rota.cluster.device import Cluster, Device, parse_bytes, said
 from rota.cluster.discover import available_cores, cpu_label
 from rota.errors import InputError, TooFewDevicesError
+from rota.execute.backends import ray_token
 
 ray_: Any = untyped_ray
 
@@ -61,26 +62,54 @@ def _connect(address: str | None) -> None:
         return
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = address or os.environ.get("RAY_ADDRESS")
-    _check_address(address)
+    if address and _is_place(address):
+        _check_address(address)
+        ray_token.show_what_is_asked_for(address)
+    address = address or _running()
+    if not address:
+        ray_token.make_one_for_this_process()
     try:
         if address:
             ray_.init(address=address, **quiet)
-            return
-        with contextlib.suppress(ConnectionError):
-            ray_.init(address="auto", **quiet)
-            return
-        ray_.init(num_cpus=len(available_cores()), include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        else:
+            ray_.init(address="local", num_cpus=len(available_cores()), include_dashboard=False, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f" at {address}" if address else ""
         raise InputError(f"rota.ray: there is no Ray cluster{where} that can be used: {first}") from error
 
 
-def _check_address(address: str | None) -> None:
+def _running() -> str | None:
+    """The cluster on this machine, if there is one that answers.
+
+    One that another program has started for itself, and that does not let this one in, is none.
+    """
+    services = ray_._private.services
+    try:
+        found: str | None = services.canonicalize_bootstrap_address("auto")
+        if found is None:
+            return None
+        _check_address(found)
+    except (ConnectionError, InputError):
+        return None
+    try:
+        ray_token.show_what_is_asked_for(found)
+    except InputError:
+        if found == services.find_bootstrap_address(None):
+            raise  # by `ray start`: it is meant
+        return None
+    return found
+
+
+def _is_place(address: str) -> bool:
+    """Whether it is HOST:PORT, and not something else that Ray knows."""
+    host, _, port = address.rpartition(":")
+    return port.isdecimal() and "/" not in host
+
+
+def _check_address(address: str) -> None:
     """Ray itself tries for minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if not port.isdecimal() or "/" in host:
-        return
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except OSError as error:
