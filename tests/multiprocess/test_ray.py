@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -108,8 +110,10 @@ def _assert_equal(run: Path, other: Path) -> None:
 def test_it_equals_the_local_run_bit_for_bit(cli: Any, nodes: Any, tmp_path: Path) -> None:
     file = _files(tmp_path, SMALL)
     arguments = ("run", file, "--no-profile", "--memory", "1GiB")
-    done = cli.run(*arguments, "--cluster", f"ray={nodes.address}", "--out", tmp_path / "ray", timeout=90)
+    where = ("--cluster", f"ray={nodes.address}", "--out", tmp_path / "ray", "--json")
+    done = cli.run(*arguments, *where, timeout=90)
     assert done.returncode == 0, done.stderr + done.stdout
+    assert json.loads(done.stdout)["counts"]["finished"] == 4  # and Ray wrote nothing there
     assert cli.run(*arguments, "--devices", "2", "--out", tmp_path / "local", timeout=90).returncode == 0
     _assert_equal(tmp_path / "ray", tmp_path / "local")
     used = {device for task in rota.open_run(tmp_path / "ray").record.tasks.values() for device in _devices(task)}
@@ -259,6 +263,59 @@ def test_without_a_cluster_at_the_address_it_is_said(cli: Any, tmp_path: Path) -
     done = cli.run("run", file, "--cluster", "slurm", timeout=60)
     assert done.returncode == 2
     assert "--cluster can be ray" in done.stderr
+
+
+@contextlib.contextmanager
+def _head_with_a_token(home: Path) -> Iterator[str]:
+    """What `ray start --head` starts for one who has a token at home; it ends with the command."""
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir(parents=True)
+    token.write_text("a1b2" * 16)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = ("start", "--head", "--block", "--port", str(port), "--num-cpus", "1", "--include-dashboard=false")
+    command = [sys.executable, "-m", "ray.scripts.scripts", *start, "--disable-usage-stats"]
+    head = subprocess.Popen(command, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert head.stdout is not None
+        assert any("Ray runtime started" in line for line in head.stdout)
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.communicate(timeout=30)
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_that_asks_for_a_token_gets_it_or_a_sentence_at_once(tmp_path: Path) -> None:
+    """`ray start` asks for a token as soon as there is one at home, and who names the address showed none."""
+
+    def connected(home: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        code = f"""
+import rota
+try:
+    print(len(rota.ray({address!r}).devices), "device")
+except rota.InputError as error:
+    print(error)
+"""
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "HOME": str(home), **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    with _head_with_a_token(tmp_path / "home") as address:
+        done = connected(tmp_path / "home")
+        assert done.stdout == "1 device\n", done.stderr
+        for home, env in [(tmp_path / "other", {}), (tmp_path / "home", {"RAY_AUTH_TOKEN": "another"})]:
+            since_s = time.monotonic()
+            done = connected(home, **env)
+            assert "~/.ray/auth_token (or RAY_AUTH_TOKEN) must be the same on all machines" in done.stdout, done.stderr
+            assert "InvalidAuthToken" not in done.stderr
+            assert time.monotonic() - since_s < 15
 
 
 def test_meeting_files_of_killed_processes_go_before_the_next_attempt(tmp_path):

@@ -28,7 +28,12 @@ IMPURE = {"torch", "subprocess", "multiprocessing", "threading", "socket", "time
 
 # Only these may import it.
 ONLY = {
-    "ray": ("rota.execute.backends.ray", "rota.execute.backends.ray_keeper", "rota.execute.backends.ray_nodes"),
+    "ray": (
+        "rota.execute.backends.ray",
+        "rota.execute.backends.ray_keeper",
+        "rota.execute.backends.ray_nodes",
+        "rota.execute.backends.ray_token",
+    ),
     "ortools": ("rota.schedule.cp_sat", "rota.schedule.milp"),
     "sqlite3": ("rota.store", "rota.cli.doctor"),
     "rich": ("rota.report", "rota.cli"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -25,6 +26,8 @@ ray_: Any = untyped_ray
 ANSWER_S = 10.0
 START_S = 60.0
 _HOST_SHARE = 0.1
+_OWN = "local"
+"""What Ray calls a cluster that ends with the process that started it."""
 
 
 def ray_cluster(address: str | None = None, *, devices: int | None = None, memory: str | int | None = None) -> Cluster:
@@ -65,18 +68,34 @@ def _connect(address: str | None) -> None:
     if address and _is_place(address):
         _check_address(address)
         ray_token.show_what_is_asked_for(address)
-    address = address or _running()
-    if not address:
+    address = address or _running() or _OWN
+    if address == _OWN:
         ray_token.make_one_for_this_process()
     try:
-        if address:
-            ray_.init(address=address, **quiet)
-        else:
-            ray_.init(address="local", num_cpus=len(available_cores()), include_dashboard=False, **quiet)
+        with _no_paragraphs():
+            if address != _OWN:
+                ray_.init(address=address, **quiet)
+            else:
+                ray_.init(address=_OWN, num_cpus=len(available_cores()), include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f" at {address}" if address else ""
+        where = f" at {address}" if address != _OWN else ""
         raise InputError(f"rota.ray: there is no Ray cluster{where} that can be used: {first}") from error
+
+
+@contextlib.contextmanager
+def _no_paragraphs() -> Iterator[None]:
+    """Connect without the thread that writes a paragraph to stdout for each process that died, whatever Ray is told.
+
+    Actors of devices end all the time, and what dies is told by rota itself; stdout may be a file of JSON.
+    """
+    known = ray_._private.worker
+    its = getattr(known, "listen_error_messages", None)
+    known.listen_error_messages = lambda *_: None
+    try:
+        yield
+    finally:
+        known.listen_error_messages = its
 
 
 def _running() -> str | None:

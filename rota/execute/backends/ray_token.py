@@ -11,8 +11,11 @@ import os
 import secrets
 from typing import Any
 
+import ray as untyped_ray
+
 from rota.errors import InputError
 
+_ray: Any = untyped_ray._raylet
 _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
 _ANSWER_S = 5
@@ -66,17 +69,14 @@ def _is_refused(address: str) -> bool | None:
 
     Asked with the identity of another cluster, Ray answers at once, either way.
     """
-    try:
-        from ray._raylet import GcsClient
-        from ray.exceptions import AuthenticationError
-    except ImportError:
-        return None  # before Ray had tokens
-    try:
-        GcsClient(address=address, cluster_id="00" * 28).internal_kv_keys(b"rota", namespace=None, timeout=_ANSWER_S)
-    except AuthenticationError as error:
-        return "InvalidAuthToken" in str(error)
-    except Exception:  # whatever it is, connecting tells
+    if _loader() is None:
         return None
+    try:
+        client = _ray.GcsClient(address=address, cluster_id="00" * 28)
+        client.internal_kv_keys(b"rota", namespace=None, timeout=_ANSWER_S)
+    except Exception as error:  # what else may be wrong, connecting tells
+        told = str(error)
+        return True if "InvalidAuthToken" in told else False if "WrongClusterID" in told else None
     return False
 
 
@@ -86,11 +86,8 @@ def _set_mode(mode: str | None) -> None:
         os.environ.pop(_MODE, None)
     else:
         os.environ[_MODE] = mode
-    try:
-        from ray._raylet import Config
-    except ImportError:
-        return
-    Config.initialize("")
+    if _loader() is not None:
+        _ray.Config.initialize("")
 
 
 def _has_token() -> bool:
@@ -99,8 +96,5 @@ def _has_token() -> bool:
 
 
 def _loader() -> Any:
-    try:
-        from ray._raylet import AuthenticationTokenLoader
-    except ImportError:
-        return None
-    return AuthenticationTokenLoader.instance()
+    """None before Ray had tokens."""
+    return _ray.AuthenticationTokenLoader.instance() if hasattr(_ray, "AuthenticationTokenLoader") else None
