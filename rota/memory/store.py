@@ -169,7 +169,6 @@ class Store:
             with replacing(self._folder / _RECORD) as side:
                 text = json.dumps({"items": versions, "about": dict(about)})
                 side.write_text(f"{json.dumps(_header(text))}\n{text}", encoding="utf-8")
-                side.chmod(0o600)
                 sync_file(side)
                 # Whoever dies between this and what follows leaves the one before, which is then the last one.
                 with contextlib.suppress(FileNotFoundError):

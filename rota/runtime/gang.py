@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hmac
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ class Gang:
 
     def _store(self, timeout_s: float) -> Any:
         if isinstance(self.store, Path):
+            # Whoever of the gang comes first makes it, for this user alone: PyTorch goes by the umask.
+            os.close(os.open(self.store, os.O_RDWR | os.O_CREAT, 0o600))
             return dist.FileStore(str(self.store), self.size)  # type: ignore[attr-defined]
         host, _, port = self.store.removeprefix("tcp://").rpartition(":")
         timeout = datetime.timedelta(seconds=timeout_s)

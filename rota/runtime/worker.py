@@ -260,7 +260,7 @@ class Worker:
         outcome: Looked | Tried | Left | Failed
         gang: Gang | None = None
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.make_private_folder(folder)
             with _output_to(folder / OUTPUT_FILE), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
                 if isinstance(command, Look):
@@ -413,7 +413,7 @@ def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
 @contextlib.contextmanager
 def _owning(folder: Path) -> Iterator[None]:
     """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.make_private_folder(folder)
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     deadline_s = time.monotonic() + _LOCK_WAIT_S
     try:

@@ -54,6 +54,7 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
         target = folder / f"checkpoint-{_next_number(folder):08d}"
         files.remove(side)
         side.mkdir(mode=0o700)
+        files.make_private_file(side / _TENSORS)
         save_file(_separate(tensors), side / _TENSORS)
         files.sync_file(side / _TENSORS)
         files.write_text(side / _STATE, json.dumps({"format": _FORMAT, "tree": skeleton}))

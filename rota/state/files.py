@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ def sync_folder(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and wait until it is on disk."""
+    make_private_file(path)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -51,9 +53,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which replaces `path` once the block ends well."""
+    """Give the path of an empty file to write to, which replaces `path` once the block ends well."""
     side = path.with_name(f".{path.name}.{os.getpid()}{_LEFTOVER}")
     try:
+        make_private_file(side)
         yield side
         sync_file(side)
         about_to_commit()
@@ -82,12 +85,17 @@ def write_private(path: Path, text: str) -> None:
     """Replace a file that only this user can read; its folder is made if it is not there."""
     make_private_folder(path.parent)
     with replacing(path) as side:
-        handle = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        side.write_text(text, encoding="utf-8")
+
+
+def make_private_file(path: Path) -> None:
+    """Create an empty file that only this user can read, for whoever writes it: libraries go by the umask."""
+    remove(path)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder that only this user can read; folders above it are left as they are."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    """Create a folder that only this user can read, with those above it that are missing; others are left alone."""
+    missing = itertools.takewhile(lambda one: not one.exists(), path.parents)
+    for one in (*reversed(list(missing)), path):
+        one.mkdir(mode=0o700, exist_ok=True)

@@ -30,10 +30,10 @@ class Mirror:
         """Copy a committed checkpoint, and drop those that are no longer needed."""
         with self._speaking("written to") as (system, root):
             place = f"{root}/{path.name}-{self._attempt:04d}"
-            system.makedirs(place, exist_ok=True)
+            _make_folder(system, place)
             for name in checkpoint.FILES:  # what commits it comes last
                 files.about_to_commit()
-                system.put_file(str(path / name), f"{place}/{name}")
+                _put(system, path / name, f"{place}/{name}")
             for old in self._stored(system, root)[: -checkpoint.KEPT]:
                 system.rm(old[2], recursive=True)
 
@@ -51,20 +51,21 @@ class Mirror:
                 files.remove(side)
                 side.mkdir(mode=0o700)
                 for name in checkpoint.FILES:
+                    files.make_private_file(side / name)
                     system.get_file(f"{place}/{name}", str(side / name))
                 checkpoint.adopt(side, folder, number)
 
     def send_file(self, path: Path) -> None:
         """Copy a file."""
         with self._speaking("written to") as (system, root):
-            system.makedirs(root, exist_ok=True)
+            _make_folder(system, root)
             files.about_to_commit()
-            system.put_file(str(path), f"{root}/{path.name}")
+            _put(system, path, f"{root}/{path.name}")
 
     def fetch_file(self, path: Path) -> None:
         """Copy a file that is not there; whole, or not at all."""
         with self._speaking("read from") as (system, root):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.make_private_folder(path.parent)
             with files.replacing(path) as side:
                 system.get_file(f"{root}/{path.name}", str(side))
 
@@ -111,7 +112,7 @@ def check(url: str) -> None:
     """See that storage can be written; InputError if not."""
     system, root = open_storage(url)
     try:
-        private(system, root)
+        _make_folder(system, root)
         probe = f"{root}/.rota-{os.getpid()}"
         system.pipe_file(probe, b"rota")
         if system.cat_file(probe) != b"rota":
@@ -122,10 +123,20 @@ def check(url: str) -> None:
         raise InputError(f"the storage {url} cannot be written: {first}") from error
 
 
-def private(system: Any, root: str) -> None:
+def _make_folder(system: Any, place: str) -> None:
     """Make the place; where it is a folder of this machine, for this user alone."""
-    protocols = system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)
-    if "file" in protocols:
-        files.make_private_folder(Path(root))
+    if _is_here(system):
+        files.make_private_folder(Path(place))
     else:
-        system.makedirs(root, exist_ok=True)
+        system.makedirs(place, exist_ok=True)
+
+
+def _put(system: Any, path: Path, place: str) -> None:
+    """Copy a file to storage; to a folder of this machine, for this user alone."""
+    if _is_here(system):
+        files.make_private_file(Path(place))
+    system.put_file(str(path), place)
+
+
+def _is_here(system: Any) -> bool:
+    return "file" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,))

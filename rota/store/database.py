@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 from collections.abc import Iterator
 from importlib import resources
@@ -35,7 +34,6 @@ def create(path: Path, *, durable: bool) -> sqlite3.Connection:
 def _make(path: Path) -> None:
     """Make an empty journal beside its place and move it there whole: a kill must not leave one without tables."""
     with files.replacing(path) as side:
-        os.close(os.open(side, os.O_CREAT | os.O_WRONLY, 0o600))
         connection = sqlite3.connect(side, isolation_level=None)
         try:
             connection.executescript(resources.files("rota.store").joinpath("schema.sql").read_text())

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rota.errors import InputError, RunInUseError
+from rota.state.files import make_private_folder
 from rota.store.database import FILE as JOURNAL_FILE
 
 MODEL_FILE = "model.safetensors"
@@ -73,8 +74,7 @@ class RunFolder:
                 raise InputError(f"{self.path} is a file; give a folder for the run")
             if self.path.is_dir() and not self.exists() and any(map(_is_foreign, self.path.iterdir())):
                 raise InputError(f"{self.path} is not empty and is not a run of rota; give an empty or a new folder")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            make_private_folder(self.path)
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be made: {error.strerror}") from error
 

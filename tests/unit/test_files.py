@@ -118,6 +118,24 @@ def test_a_private_folder_is_this_users_alone_and_those_above_are_left(tmp_path)
     assert mode_of(tmp_path) == 0o755
 
 
+def test_missing_folders_above_a_private_one_are_private(tmp_path):
+    tmp_path.chmod(0o755)
+    files.make_private_folder(tmp_path / "a" / "b" / "c")
+    assert [mode_of(tmp_path / one) for one in ("a", "a/b", "a/b/c")] == [0o700] * 3
+    assert mode_of(tmp_path) == 0o755
+
+
+def test_whoever_writes_them_files_are_this_users_alone(tmp_path):
+    before = os.umask(0o022)
+    try:
+        files.write_text(tmp_path / "text", "a")
+        with files.replacing(tmp_path / "replaced") as side:
+            side.write_text("a")
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "text") == mode_of(tmp_path / "replaced") == 0o600
+
+
 def test_syncing_something_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.sync_file(tmp_path / "nothing")

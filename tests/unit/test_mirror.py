@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import uuid
 from pathlib import Path
@@ -145,6 +146,18 @@ def test_storage_on_this_machine_is_for_this_user_alone(tmp_path: Path) -> None:
     check(str(tmp_path / "storage"))
     assert stat.S_IMODE((tmp_path / "storage").stat().st_mode) == 0o700
     assert list((tmp_path / "storage").iterdir()) == []
+    mirror = Mirror(str(tmp_path / "storage" / "run" / "task"))
+    before = os.umask(0o022)
+    try:
+        mirror.send(checkpoint.write(tmp_path / "there", {"step": 1}))
+        mirror.fetch(tmp_path / "back")
+        (tmp_path / "model").touch()
+        mirror.send_file(tmp_path / "model")
+        mirror.fetch_file(tmp_path / "back" / "again" / "model")
+    finally:
+        os.umask(before)
+    for path in [*(tmp_path / "storage").rglob("*"), *(tmp_path / "back").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_two_processes_of_a_task_may_fetch_at_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_a_run_folder_is_made_for_this_user_alone(tmp_path):
     finally:
         os.umask(before)
     assert mode_of(tmp_path / "runs" / "a") == 0o700
+    assert mode_of(tmp_path / "runs") == 0o700
 
 
 def test_preparing_twice_and_preparing_an_empty_folder_is_fine(tmp_path):

@@ -29,6 +29,7 @@ from rota.runtime import channel
 from rota.runtime.limits import HUGE_PAGES, REUSED
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
+from rota.state.files import make_private_folder
 from rota.task import Task
 from rota.techniques import registered
 
@@ -137,7 +138,7 @@ class LocalBackend:
     def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
         """Where the processes of a task find each other: a file, if nothing is said."""
         if len(devices) > 1:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(folder)
         for left in folder.glob("gang-*"):  # of processes that were killed
             left.unlink(missing_ok=True)
         return ""
