@@ -40,7 +40,7 @@ FEW = ("accumulation", "groups and frozen parameters", "fused AdamW", "bfloat16"
 
 
 @pytest.fixture(autouse=True)
-def tight(monkeypatch):
+def tight(monkeypatch, remembered):
     """Budgets of little more than the least, for models that would fit into any; and parameters that all may leave."""
     original, settings = arrange.arrange, {"room": 1.1}
 
