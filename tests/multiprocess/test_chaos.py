@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_a_short_storm_is_survived(tmp_path):
     command = [sys.executable, "-m", "bench.chaos", "--quick", "--json", "--seed", "7"]
