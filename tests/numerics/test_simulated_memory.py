@@ -71,7 +71,7 @@ def asked():
             yield pytest.param(name, kind, marks=[] if usual else pytest.mark.deep)
 
 
-@pytest.mark.parametrize(("name", "kind"), asked())
+@pytest.mark.parametrize(("name", "kind"), list(asked()))
 def test_the_simulated_peak_is_within_a_tenth_of_the_measured_one(name, kind, captured):
     specimen, graph, refined = captured(name)
     program = PLANS[kind](graph, refined=refined).compile()
