@@ -55,7 +55,7 @@ def progress(path):
         return 0
 
 
-def wait_for_progress(path, process, since, timeout_s=30.0):
+def wait_for_progress(path, process, since, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline_s:
         if progress(path) > since:
