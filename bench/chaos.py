@@ -24,8 +24,9 @@ from bench import chaos_local, harness
 from bench.chaos_retrace import WHERE
 from bench.chaos_storm import CHECKPOINT_EVERY, SWEEP, Storm
 
-_STEPS, _QUICK_STEPS = 400, 150
-_FAULTS_PER_RUN = 4
+_STEPS, _QUICK_STEPS = 400, 100
+_FAULTS_PER_RUN, _QUICK_FAULTS = 4, 6
+"""The few of a quick storm befall one run: what follows after the last one of a run takes as long as the faults."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +49,8 @@ class Weather:
     reference: Path
     """An undisturbed run."""
     tally: Tally
+    most: int
+    """Faults of one run."""
 
 
 def storms(
@@ -67,7 +70,7 @@ def storms(
     while left > 0:
         number += 1
         storm = Storm(run=folder / f"{name}-{number}", file=reference.parent / "sweep.py", where=where, mark=mark)
-        while left > 0 and len(storm.faults) < _FAULTS_PER_RUN:
+        while left > 0 and len(storm.faults) < weather.most:
             storm.wait_for_progress(dice.randint(2, 8))
             time.sleep(dice.uniform(0.0, 0.5))
             if not storm.alive():
@@ -109,7 +112,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["local", "ray"])
     chosen = parser.parse_args()
-    count = 6 if chosen.quick else chosen.faults
+    count = _QUICK_FAULTS if chosen.quick else chosen.faults
     only = chosen.only or ("local" if chosen.quick else None)
     on_ray = count if only == "ray" else 0 if only == "local" else count // 3
     tally = Tally()
@@ -121,7 +124,8 @@ def main() -> None:
         reference = folder / "reference"
         command = [sys.executable, "-m", "rota", "run", str(folder / "sweep.py"), "--out", str(reference), *WHERE]
         subprocess.run([*command, "--no-profile", "--quiet"], check=True, timeout=300, stdout=subprocess.DEVNULL)
-        weather = Weather(dice=random.Random(chosen.seed), reference=reference, tally=tally)
+        most = _QUICK_FAULTS if chosen.quick else _FAULTS_PER_RUN
+        weather = Weather(dice=random.Random(chosen.seed), reference=reference, tally=tally, most=most)
         if count > on_ray:
             with chaos_local.small_disk(folder) as disk:
                 faults = dict(chaos_local.FAULTS)

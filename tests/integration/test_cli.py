@@ -59,7 +59,8 @@ def test_devices_and_doctor_print_json(tmp_path):
         (("bogus",), "No such command"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_code_two(tmp_path, arguments, sentence):
+def test_wrong_input_is_one_sentence_and_code_two(command, monkeypatch, tmp_path, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
     task = "rota.Task(name='a', model=int, data=int, loss=int, optimizer=int, steps=1)"
     files = {
         "empty.py": "x = 1\n",
@@ -71,8 +72,8 @@ def test_wrong_input_is_one_sentence_and_code_two(tmp_path, arguments, sentence)
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    done = call(*arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    code, _, told = command(*arguments)
+    assert code == 2
+    assert sentence in told
+    assert "Traceback" not in told
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == sorted(files)

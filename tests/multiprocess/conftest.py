@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 SWEEP = """
+import os, time
 import torch
 import torch.nn.functional as F
 import rota
@@ -20,6 +21,7 @@ ROWS = torch.randint(0, 32, (64, 17), generator=torch.Generator().manual_seed(1)
 
 
 def loss(model, rows):
+    time.sleep(float(os.environ.get("ROTA_TEST_BATCH_S", "0")))
     logits = model(rows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 

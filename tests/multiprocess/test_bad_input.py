@@ -140,7 +140,7 @@ sweep = rota.grid(task, lr=[0.1])
 
 def test_folders_files_and_journals_that_do_not_fit_are_refused(cli, command, sweep_file, tmp_path, monkeypatch):
     file = sweep_file(text=SMALL)
-    assert cli.run("run", file, "--out", "run").returncode == 0
+    assert cli.run("run", file, "--out", "run", "--devices", "1").returncode == 0
 
     monkeypatch.chdir(tmp_path)
 
@@ -196,7 +196,7 @@ def test_a_disk_that_fills_up_fails_the_task_clearly_and_resume_finishes_it(cli,
         pytest.skip("this machine does not let root mount a small disk")
     try:
         file = sweep_file(text=BIG)
-        done = cli.run("run", file, "--out", disk / "run")
+        done = cli.run("run", file, "--out", disk / "run", "--no-profile")
         assert done.returncode == 1
         result = rota.open_run(disk / "run")
         assert result.task("size-2").state == "finished"

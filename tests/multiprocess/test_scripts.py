@@ -38,10 +38,19 @@ print("attempts", sorted({task.attempt for task in result.record.tasks.values()}
 """
 
 
+ANOTHER = """
+import sys
+try:
+    exec(TEXT)
+except rota.RotaError as error:
+    print(error, file=sys.stderr)
+"""
+
+
 def at_the_prompt(folder, text):
     """Run code that lies in no file, as in a notebook."""
     return subprocess.run(
-        [sys.executable, "-"], input=text, cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ
+        [sys.executable, "-"], input=text, cwd=folder, capture_output=True, text=True, timeout=110, env=os.environ
     )
 
 
@@ -54,15 +63,14 @@ def test_a_sweep_from_the_prompt_runs_and_resumes_by_running_it_again(tmp_path):
     assert "strict <All keys matched successfully>" in first.stdout
     assert first.stderr == ""
 
-    again = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5"))
+    # And three more at one prompt.
+    text = SCRIPT.replace("STEPS", "5")
+    other = ANOTHER.replace("TEXT", repr(text.replace("net-", "web-")))
+    again = at_the_prompt(tmp_path, text + other + text.replace("scale = 2.0", "scale = 3.0"))
     assert again.stdout == first.stdout, "nothing is trained twice"
-
-    changed = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5").replace("scale = 2.0", "scale = 3.0"))
-    assert changed.returncode == 1
-    assert "the sweep has changed since the run in run began" in changed.stderr
-
-    other = at_the_prompt(tmp_path, SCRIPT.replace("STEPS", "5").replace("net-", "web-"))
-    assert "holds the run of another sweep" in other.stderr
+    assert "holds the run of another sweep" in again.stderr
+    assert again.returncode == 1
+    assert "the sweep has changed since the run in run began" in again.stderr
 
 
 def test_modules_beside_the_sweep_file_can_be_imported(cli, tmp_path):

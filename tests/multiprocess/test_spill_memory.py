@@ -150,13 +150,13 @@ def check(seed, folder):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [3])
 def test_measured_memory_stays_within_the_budget(seed, tmp_path):
     check(seed, tmp_path)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("seed", [1, 2, *range(4, 23)])
+@pytest.mark.parametrize("seed", [0, 1, 2, *range(4, 23)])
 def test_measured_memory_of_many_stays_within_the_budget(seed, tmp_path):
     check(seed, tmp_path)

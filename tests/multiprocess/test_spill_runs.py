@@ -61,17 +61,34 @@ def wait_for_commit(record):
 
 
 @pytest.mark.timeout(240)
-def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, tmp_path):
+def test_it_trains_and_survives_kill_9_and_an_interruption_and_is_the_plain_model(cli, sweep_file, tmp_path):
+    """And it is resumed with the devices, the memory and the strategy that it was begun with."""
     file = sweep_file(text=SWEEP)
-    arguments = ("run", file, "--out", tmp_path / "run", "--devices", "1", "--memory", "200MiB")
-    process = cli.start(*arguments)
-    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
+    options = ("--devices", "1", "--memory", "200MiB", "--strategy", "spill", "--retries", "1")
+    process = cli.start("run", file, "--out", "run", *options)
+    commit = tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json"
+    wait_for_commit(commit)
     for worker in cli.workers(process):
         os.kill(worker.pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
+        worker.wait(10)
+    before = commit.read_bytes()
+    deadline_s = time.monotonic() + 90
+    while commit.read_bytes() == before:
+        assert time.monotonic() < deadline_s, "nothing was committed after the kill"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
     assert "spill: " in err
+    assert "rota resume run" in out
+    assert "--devices 1 --memory 200MiB --strategy spill --retries 1" in out
+    done = cli.run("resume", "run", timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "goes on as it was begun, with --devices 1 --memory 200MiB --strategy spill" in done.stderr
     result = rota.open_run(tmp_path / "run")
+    assert [device["memory_bytes"] for device in result.record.devices] == [200 * 2**20]
+    assert result.record.asked == {"devices": 1, "memory": "200MiB", "strategy": "spill", "retries": 1}
+    assert sum("spill: " in text for text in result.record.tasks["wide"].notices) == 3
     assert result.task("wide").state == "finished"
     expected = expected_model()
     assert [row["train/loss"] for row in result.history("wide")] == [row["train/loss"] for row in expected.history]
@@ -207,37 +224,17 @@ def test_without_profiling_devices_share_what_fits_none_of_them(cli, sweep_file,
 
 
 @pytest.mark.timeout(120)
-def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
+def test_explain_tells_shards_moves_and_what_limits_a_step(command, sweep_file):
     file = sweep_file(text=SWEEP)
-    done = cli.run("explain", file, "--strategy", "spill", "--memory", "200MiB", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    code, out, err = command("explain", file, "--strategy", "spill", "--memory", "200MiB", "--json")
+    assert code == 0, err
+    found = json.loads(out)
     assert found["peak_bytes"] <= found["budget_bytes"] <= found["memory_bytes"] == 200 * 2**20
     assert found["limit"] in ("compute", "read", "write")
     assert sum(line["weights"]["size_bytes"] for line in found["shards"]) >= 4 * 16_000_000
     assert found["read_bytes"] > 0
-    text = cli.run("explain", file, "--strategy", "spill", "--memory", "200MiB").stdout
+    _, text, _ = command("explain", file, "--strategy", "spill", "--memory", "200MiB")
     assert re.search(r"limited by (compute|read|write)", text)
-    refused = cli.run("explain", file, "--strategy", "spill", "--memory", "40MiB")
-    assert refused.returncode == 1
-    assert "the task needs a device with at least" in refused.stderr
-
-
-@pytest.mark.timeout(240)
-def test_a_resumed_run_has_the_devices_the_memory_and_the_strategy_that_it_was_begun_with(cli, sweep_file, tmp_path):
-    file = sweep_file(text=SWEEP.replace("steps=12", "steps=20"))
-    options = ("--devices", "1", "--memory", "200MiB", "--strategy", "spill", "--retries", "1")
-    process = cli.start("run", file, "--out", "run", *options)
-    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "rota resume run" in out
-    assert "--devices 1 --memory 200MiB --strategy spill --retries 1" in out
-    done = cli.run("resume", "run", timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "goes on as it was begun, with --devices 1 --memory 200MiB --strategy spill" in done.stderr
-    result = rota.open_run(tmp_path / "run")
-    assert [device["memory_bytes"] for device in result.record.devices] == [200 * 2**20]
-    assert result.record.asked == {"devices": 1, "memory": "200MiB", "strategy": "spill", "retries": 1}
-    assert sum("spill: " in text for text in result.record.tasks["wide"].notices) == 2
+    code, _, err = command("explain", file, "--strategy", "spill", "--memory", "40MiB")
+    assert code == 1
+    assert "the task needs a device with at least" in err

@@ -19,7 +19,7 @@ from tests.numerics.test_exact import TASKS, Surroundings, assert_equals_plain
 
 
 @pytest.fixture(autouse=True)
-def tight(monkeypatch):
+def tight(monkeypatch, remembered):
     """Units that hardly fit, of models that would fit into any memory."""
     original = pooling.cut_to_fit
 

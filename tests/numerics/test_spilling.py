@@ -4,11 +4,12 @@ import errno
 import json
 import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rota
@@ -39,7 +40,7 @@ FEW = ("accumulation", "groups and frozen parameters", "fused AdamW", "bfloat16"
 
 
 @pytest.fixture(autouse=True)
-def tight(monkeypatch):
+def tight(monkeypatch, remembered):
     """Budgets of little more than the least, for models that would fit into any; and parameters that all may leave."""
     original, settings = arrange.arrange, {"room": 1.1}
 
@@ -267,16 +268,24 @@ def test_halting_after_every_few_batches_changes_nothing(task, tmp_path, tight):
     assert_equals_plain(task, tmp_path, rows)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lives=st.lists(st.integers(4, 14), min_size=1, max_size=3),
-    every=st.integers(1, 3),
-    accumulate=st.integers(1, 2),
-    seed=st.integers(0, 100),
-)
-def test_being_killed_anywhere_changes_nothing(tmp_path_factory, tight, lives, every, accumulate, seed):
+@pytest.mark.parametrize("examples", [2, pytest.param(8, marks=[pytest.mark.deep, pytest.mark.timeout(600)])])
+def test_being_killed_anywhere_changes_nothing(tmp_path_factory, tight, examples):
     tight["room"] = 1.3
-    folder = tmp_path_factory.mktemp("task")
+
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        lives=st.lists(st.integers(4, 14), min_size=1, max_size=3),
+        every=st.integers(1, 3),
+        accumulate=st.integers(1, 2),
+        seed=st.integers(0, 100),
+    )
+    def holds(lives, every, accumulate, seed):
+        killed_and_equal(tmp_path_factory.mktemp("task"), lives, every, accumulate, seed)
+
+    holds()
+
+
+def killed_and_equal(folder, lives, every, accumulate, seed):
     task = gpt_task(
         data=lambda: Data(train=text_rows()[:40], valid=text_rows()[:11], batch_size=8, valid_batch_size=4),
         checkpoint_every=every,
@@ -434,11 +443,25 @@ DAMAGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def halted(tmp_path_factory):
+    """Copies a task that was halted after five steps into a folder; it is trained once. Gives what it measured."""
+    folder, first = tmp_path_factory.mktemp("halted") / "task", Listening(halt_after=5)
+
+    def copied(task, to):
+        if not folder.exists():  # not before, since budgets are tight for a test at a time
+            folder.mkdir()
+            assert train(task, folder, first) == Halted(task="gpt", attempt=1, step=5)
+        shutil.copytree(folder, to, dirs_exist_ok=True)
+        return first
+
+    return copied
+
+
 @pytest.mark.parametrize(("damage", "sentence"), DAMAGES)
-def test_where_the_last_commit_is_damaged_the_one_before_it_is_used(damage, sentence, tmp_path):
+def test_where_the_last_commit_is_damaged_the_one_before_it_is_used(damage, sentence, tmp_path, halted):
     task = gpt_task(strategy=spill(shards=4), steps=8, valid_every=None, checkpoint_every=2)
-    first = Listening(halt_after=5)
-    assert train(task, tmp_path, first) == Halted(task="gpt", attempt=1, step=5)
+    first = halted(task, tmp_path)
     damage(tmp_path / "shards")
     again = Listening()
     assert isinstance(train(task, tmp_path, again, attempt=2), Finished)
@@ -482,7 +505,11 @@ def test_a_task_that_was_thought_to_fit_and_does_not_is_offered_to_spill(tmp_pat
     assert sight.estimates[0].moves_s > 0
 
 
-@pytest.mark.parametrize("host_bytes", [0, 2**18, 2**30], ids=["no host", "a small host", "a large host"])
+@pytest.mark.parametrize(
+    "host_bytes",
+    [pytest.param(0, marks=pytest.mark.deep), 2**18, 2**30],
+    ids=["no host", "a small host", "a large host"],
+)
 def test_by_way_of_a_host_it_equals_the_plain_loop(host_bytes, tmp_path, monkeypatch):
     """As on a GPU, with the host in its place: through a validation, a halt and what was saved."""
     room_of = one_device.room_of

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rota.calibrate import calibrate as calibration
 from rota.calibrate import windows
 from rota.calibrate.calibrate import calibrate
+from rota.calibrate.clocks import low, pace_s
 from rota.calibrate.fitting import fit_line, fit_rates
 from rota.calibrate.known import Known, Links, Part, Store
 from rota.calibrate.links import measure_links
@@ -362,25 +363,45 @@ def test_unmeasured_ops_use_the_rate_of_their_kind(single):
 # ---- for real ----
 
 
+STEADY = 1.15
+"""As much as calibration itself puts up with before it measures a part again."""
+
+
 @pytest.mark.alone
+@pytest.mark.timeout(180)
 def test_a_small_calibration_predicts_a_step_in_little_time(model, rows, single, graph, tmp_path):
+    """On a virtual machine whose pace changes by a third from one second to the next.
+
+    A prediction that is wrong by so much counts if the pace was the same before, within and after: otherwise the steps
+    were those of another machine, and both are measured anew.
+    """
     parts = find("single(microbatches=2)")(graph, 1).compile()
     run = InProcess(single, dict(model.named_parameters()))
     run.optimize(lambda pieces: torch.optim.AdamW(pieces, lr=1e-3))
-    times = [step_s(run, rows) for _ in range(10)]
-    started_s = time.monotonic()
-    costs = calibrate([single, parts], budget_s=8.0, cache=tmp_path)
-    assert time.monotonic() - started_s < 11
-    assert costs.calibration.estimated == 0
-    times += [step_s(run, rows) for _ in range(10)]
-    assert single.simulate(costs).makespan_s == pytest.approx(min(times), rel=0.4)
-    assert single.simulate(costs).makespan_s < parts.simulate(costs).makespan_s
+    for attempt in range(6):
+        before, pace_before_s = steps_s(run, rows)
+        started_s = time.monotonic()
+        costs = calibrate([single, parts], budget_s=8.0, cache=tmp_path / str(attempt))
+        assert time.monotonic() - started_s < 11
+        assert costs.calibration.estimated == 0
+        after, pace_after_s = steps_s(run, rows)
+        paces = (pace_before_s, Store.open(tmp_path / str(attempt), threads=1).known.pace_s, pace_after_s)
+        found_s, near_s = single.simulate(costs).makespan_s, pytest.approx(low(before + after), rel=0.4)
+        if found_s == near_s or max(paces) < STEADY * min(paces):
+            break
+    assert found_s == near_s, paces
+    assert found_s < parts.simulate(costs).makespan_s
 
 
-def step_s(run, rows):
-    started_s = time.thread_time()
-    run.train(rows)
-    return time.thread_time() - started_s
+def steps_s(run, rows):
+    """What some steps took, and the machine's pace meanwhile."""
+    steps, paces = [], []
+    for _ in range(20):
+        paces.append(pace_s(time.thread_time))
+        started_s = time.thread_time()
+        run.train(rows)
+        steps.append(time.thread_time() - started_s)
+    return steps, low(paces)
 
 
 def children():

@@ -1,6 +1,7 @@
 """The import rules of docs/architecture.md: what may know of what, and that `import rota` stays light."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,13 @@ NEVER = [
 ]
 
 
+@functools.cache
 def imports(path):
+    """What `_imports` finds: every rule asks for it again."""
+    return frozenset(_imports(path))
+
+
+def _imports(path):
     """The absolute names of the modules that a file imports, wherever in it; not those for type checkers only."""
     tree = ast.parse(path.read_text())
     skipped = set()

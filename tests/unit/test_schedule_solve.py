@@ -46,8 +46,16 @@ def test_the_same_seed_and_steps_give_the_same_schedule(tasks):
     assert first == second
 
 
-@pytest.mark.parametrize("objective", ["makespan", "completion", "cost"])
-@pytest.mark.parametrize("spans", [False, True])
+@pytest.mark.parametrize(
+    ("objective", "spans"),
+    [
+        *(("makespan", False), ("completion", True), ("cost", False)),
+        *(
+            pytest.param(*one, marks=pytest.mark.deep)
+            for one in (("makespan", True), ("completion", False), ("cost", True))
+        ),
+    ],
+)
 def test_windows_make_a_large_problem_better_and_keep_it_valid(objective, spans):
     problem = sweep(80, 5, seed=3, devices=4, spans=spans, objective=objective, deadlines={"t3": 100.0, "t70": 900.0})
     told = []
