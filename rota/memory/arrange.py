@@ -187,7 +187,7 @@ def arranged(
     if seconds is None:
         seconds = predicted_seconds(program, costs)
         training = replace(training, update_s=lambda sizes: sum(update_seconds(costs, size) for size in sizes))
-    footprints = footprints or Footprints(program.refined, plain_random=made.replicas == 1)
+    footprints = footprints or Footprints(program.refined, plain_random=made.replicas == 1, whole_tapes=True)
     step = step_of(program, groups, footprints, training, seconds, device=rank)
     residency, forecast = plan_residency(step.stages, step.items, budget_bytes=budget_bytes, rates=rates)
     return Arrangement(

@@ -72,7 +72,7 @@ def pool_units(
 ) -> tuple[Step, tuple[Unit, ...]]:
     """A step as units. FitError if one needs more room than there is."""
     seconds = predicted_seconds(program, costs or Costs())
-    step = step_of(program, groups, Footprints(program.refined, plain_random=True), training, seconds)
+    step = step_of(program, groups, Footprints(program.refined, plain_random=True, whole_tapes=True), training, seconds)
     movable = {
         item
         for group in groups.values()

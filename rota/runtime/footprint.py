@@ -52,10 +52,15 @@ class Footprint:
 class Footprints:
     """The footprints of a program's segments."""
 
-    def __init__(self, refined: Refined, *, plain_random: bool) -> None:
-        """`plain_random` if random numbers will be drawn as PyTorch draws them, which takes other memory."""
+    def __init__(self, refined: Refined, *, plain_random: bool, whole_tapes: bool = False) -> None:
+        """`plain_random` if random numbers will be drawn as PyTorch draws them, which takes other memory.
+
+        With `whole_tapes`, what a forward run keeps lies together and is freed when the backward run has ended; else
+        autograd frees it bit by bit, and what it frees makes room for what the backward run makes.
+        """
         self._refined = refined
         self._plain = plain_random
+        self._whole_tapes = whole_tapes
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Footprint] = {}
 
@@ -127,7 +132,17 @@ class Footprints:
         ledger.watch(0)
         before = ledger.live_bytes.get(0, 0)
         ledger.peak_bytes[0] = before
-        found = runner.backward(tape, incoming, values=again, place=place)
+        if runner.segment.recompute:
+            tape = runner.record_again(tape, again, place)
+        if self._whole_tapes:
+            recorded_peak = ledger.peak_bytes[0] - before
+            recorded = ledger.live_bytes.get(0, 0) - before
+            ledger.pass_on(0, -1)
+            before = ledger.peak_bytes[0] = 0
+        found = runner.differentiate(tape, incoming, values=again)
+        peak = ledger.peak_bytes[0] - before
+        if self._whole_tapes:
+            peak = max(recorded_peak, recorded + peak)
         gradients = tuple(0 if one is None else one.untyped_storage().nbytes() for one in found)
         keys = [None if one is None else one.untyped_storage()._cdata for one in incoming]
         handed = tuple(
@@ -136,7 +151,7 @@ class Footprints:
             else None
             for one in found
         )
-        return ledger.peak_bytes[0] - before, gradients, handed
+        return peak, gradients, handed
 
     def _fake(self, tensor: str, widths: tuple[int, ...]) -> torch.Tensor:
         shape = local_shape(self._refined.factors[tensor], widths)

@@ -55,6 +55,14 @@ class Ledger(TorchDispatchMode):
             self._change(owner, -size)
             self._change(device, size)
 
+    def pass_on(self, device: int | None, to: int | None) -> None:
+        """All that a device has now belongs to another from here on."""
+        for key, (owner, size) in self._known.items():
+            if owner == device:
+                self._known[key] = (to, size)
+                self._change(owner, -size)
+                self._change(to, size)
+
     def _free(self, key: int) -> None:
         device, size = self._known.pop(key)
         self._change(device, -size)

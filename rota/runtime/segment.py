@@ -117,9 +117,23 @@ class SegmentRunner:
     ) -> list[torch.Tensor | None]:
         if self.segment.recompute:
             assert place is not None
-            with _generator(tape.generator):
-                given = [value for value in values if value is not None]
-                tape, _ = self._record(given, place)
+            tape = self.record_again(tape, values, place)
+        return self.differentiate(tape, gradients, values=values, before=before)
+
+    def record_again(self, tape: Tape, values: Sequence[torch.Tensor | None], place: Place) -> Tape:
+        """The tape of the forward run, made once more."""
+        with _generator(tape.generator):
+            return self._record([value for value in values if value is not None], place)[0]
+
+    def differentiate(
+        self,
+        tape: Tape,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        values: Sequence[torch.Tensor | None],
+        before: Sequence[torch.Tensor | None] = (),
+    ) -> list[torch.Tensor | None]:
+        """`backward`, when the tape is there."""
         tape.returned = values
         entries = [edge for edge in tape.entries if edge is not None]
         wanted = [

@@ -29,9 +29,7 @@ sweep = rota.Sweep(tasks=[task(1e-3, 64, 20000), task(1e-2, 64, 20000), task(1e-
 
 
 @pytest.mark.timeout(240)
-def test_a_plan_tells_options_schedule_and_bound_and_is_known_the_next_time(
-    cli, command, sweep_file, tmp_path, monkeypatch
-):
+def test_a_plan_tells_options_schedule_and_bound_and_is_known_the_next_time(cli, sweep_file, tmp_path, monkeypatch):
     monkeypatch.setenv("ROTA_CACHE", str(tmp_path / "cache"))
     file = sweep_file(text=SWEEP)
     page = tmp_path / "plan.html"
@@ -55,10 +53,10 @@ def test_a_plan_tells_options_schedule_and_bound_and_is_known_the_next_time(
     assert sorted(name for one in found["schedule"] for name in one["tasks"]) == sorted(tasks)
     assert "<svg" in page.read_text()
 
-    code, out, err = command("plan", file, "--devices", "2")
-    assert code == 0, err
-    assert "all known from before" in out
-    assert "gpt-w64-lr0.01" in out
+    again = cli.run("plan", file, "--devices", "2", timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert "all known from before" in again.stdout
+    assert "gpt-w64-lr0.01" in again.stdout
 
 
 @pytest.mark.timeout(60)

@@ -42,11 +42,12 @@ sweep = rota.Sweep(tasks=[task])
 """
 
 
-def expected_model():
+def expected_model(*, devices):
+    """By the plain loop, with as many threads as the worker had: on some processors sums depend on that."""
     found = {}
     exec(SWEEP, found)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the worker of one core does
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // devices))
     try:
         return plain.train(found["task"])
     finally:
@@ -61,36 +62,19 @@ def wait_for_commit(record):
 
 
 @pytest.mark.timeout(240)
-def test_it_trains_and_survives_kill_9_and_an_interruption_and_is_the_plain_model(cli, sweep_file, tmp_path):
-    """And it is resumed with the devices, the memory and the strategy that it was begun with."""
+def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, tmp_path):
     file = sweep_file(text=SWEEP)
-    options = ("--devices", "1", "--memory", "200MiB", "--strategy", "spill", "--retries", "1")
-    process = cli.start("run", file, "--out", "run", *options)
-    commit = tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json"
-    wait_for_commit(commit)
+    arguments = ("run", file, "--out", tmp_path / "run", "--devices", "1", "--memory", "200MiB")
+    process = cli.start(*arguments)
+    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
     for worker in cli.workers(process):
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wait(10)
-    before = commit.read_bytes()
-    deadline_s = time.monotonic() + 90
-    while commit.read_bytes() == before:
-        assert time.monotonic() < deadline_s, "nothing was committed after the kill"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
     assert "spill: " in err
-    assert "rota resume run" in out
-    assert "--devices 1 --memory 200MiB --strategy spill --retries 1" in out
-    done = cli.run("resume", "run", timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "goes on as it was begun, with --devices 1 --memory 200MiB --strategy spill" in done.stderr
     result = rota.open_run(tmp_path / "run")
-    assert [device["memory_bytes"] for device in result.record.devices] == [200 * 2**20]
-    assert result.record.asked == {"devices": 1, "memory": "200MiB", "strategy": "spill", "retries": 1}
-    assert sum("spill: " in text for text in result.record.tasks["wide"].notices) == 3
     assert result.task("wide").state == "finished"
-    expected = expected_model()
+    expected = expected_model(devices=1)
     assert [row["train/loss"] for row in result.history("wide")] == [row["train/loss"] for row in expected.history]
     trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
     for name, value in expected.model.state_dict().items():
@@ -126,7 +110,7 @@ sweep = rota.Sweep(tasks=[task, small])
     result = rota.open_run(tmp_path / "run")
     assert [result.task(name).state for name in ("wide", "small")] == ["finished", "finished"]
     assert "wide: spill: " in done.stderr
-    expected = expected_model()
+    expected = expected_model(devices=2)
     trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
     for name, value in expected.model.state_dict().items():
         assert torch.equal(trained[name], value), name
@@ -224,17 +208,37 @@ def test_without_profiling_devices_share_what_fits_none_of_them(cli, sweep_file,
 
 
 @pytest.mark.timeout(120)
-def test_explain_tells_shards_moves_and_what_limits_a_step(command, sweep_file):
+def test_explain_tells_shards_moves_and_what_limits_a_step(cli, sweep_file):
     file = sweep_file(text=SWEEP)
-    code, out, err = command("explain", file, "--strategy", "spill", "--memory", "200MiB", "--json")
-    assert code == 0, err
-    found = json.loads(out)
+    done = cli.run("explain", file, "--strategy", "spill", "--memory", "200MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["peak_bytes"] <= found["budget_bytes"] <= found["memory_bytes"] == 200 * 2**20
     assert found["limit"] in ("compute", "read", "write")
     assert sum(line["weights"]["size_bytes"] for line in found["shards"]) >= 4 * 16_000_000
     assert found["read_bytes"] > 0
-    _, text, _ = command("explain", file, "--strategy", "spill", "--memory", "200MiB")
+    text = cli.run("explain", file, "--strategy", "spill", "--memory", "200MiB").stdout
     assert re.search(r"limited by (compute|read|write)", text)
-    code, _, err = command("explain", file, "--strategy", "spill", "--memory", "40MiB")
-    assert code == 1
-    assert "the task needs a device with at least" in err
+    refused = cli.run("explain", file, "--strategy", "spill", "--memory", "40MiB")
+    assert refused.returncode == 1
+    assert "the task needs a device with at least" in refused.stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_resumed_run_has_the_devices_the_memory_and_the_strategy_that_it_was_begun_with(cli, sweep_file, tmp_path):
+    file = sweep_file(text=SWEEP.replace("steps=12", "steps=20"))
+    options = ("--devices", "1", "--memory", "200MiB", "--strategy", "spill", "--retries", "1")
+    process = cli.start("run", file, "--out", "run", *options)
+    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "rota resume run" in out
+    assert "--devices 1 --memory 200MiB --strategy spill --retries 1" in out
+    done = cli.run("resume", "run", timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "goes on as it was begun, with --devices 1 --memory 200MiB --strategy spill" in done.stderr
+    result = rota.open_run(tmp_path / "run")
+    assert [device["memory_bytes"] for device in result.record.devices] == [200 * 2**20]
+    assert result.record.asked == {"devices": 1, "memory": "200MiB", "strategy": "spill", "retries": 1}
+    assert sum("spill: " in text for text in result.record.tasks["wide"].notices) == 2

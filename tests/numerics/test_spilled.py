@@ -14,10 +14,13 @@ from rota.memory.residency import Rates, plan_residency
 from rota.memory.shards import alive_bytes, cut_into_shards
 from rota.memory.slab import Budget, Slab
 from rota.memory.spilled import Spilled
+from rota.memory.spilled_run import SpilledRun
 from rota.memory.steps import Training, groups_of, step_of
 from rota.memory.store import Store
 from rota.memory.tiers import Tiers
+from rota.plan.program import NodeKind
 from rota.runtime.footprint import Footprints
+from rota.runtime.ledger import Ledger
 from rota.strategies.spill import Spill
 from rota.testing.models import GPT, ResNet
 
@@ -102,7 +105,8 @@ def spilled(
         activations_move=strategy.activations == "spill",
     )
     groups = groups_of(program)
-    step = step_of(program, groups, Footprints(program.refined, plain_random=True), training)
+    footprints = Footprints(program.refined, plain_random=True, whole_tapes=True)
+    step = step_of(program, groups, footprints, training)
     everything = sum(item.size_bytes for item in step.items.values()) + max(one.work_bytes for one in step.stages)
     least = _least(step)
     budget = budget or Budget(int(least + share * (everything - least)))
@@ -283,3 +287,36 @@ def test_shards_are_cut_where_little_is_alive():
         assert alive[shard.start] <= 2 * stream, graph.ops[shard.start].name
     for shard in shards:
         assert sum(graph.tensors[name].size_bytes for name in shard.parameters) <= total // 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_backward_pass_takes_is_counted_with_all_that_was_kept(recompute):
+    block = [nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1)]
+    model = nn.Sequential(*copy.deepcopy(block), *copy.deepcopy(block))
+    batch = (torch.rand(64, 32), torch.randint(0, 32, (64,)))
+    graph = capture(model, batch, classes)
+    program = Spill(shards=4, activations="recompute" if recompute else "spill")(graph, 1).compile()
+    counted = Footprints(program.refined, plain_random=True, whole_tapes=True)
+    hidden = Footprints(program.refined, plain_random=True)
+    stored = {name: one.detach() for name, one in (*model.named_parameters(), *model.named_buffers())}
+    device = SpilledRun(program, 0, seed=0, plain_random=True, shares=1, stored=stored)
+    device.prepare()
+    device.begin(batch, step=0)
+    more = 0
+    for node in program.nodes:
+        segment = program.segments[node.segment]
+        if node.kind is NodeKind.FORWARD:
+            device.forward(node)
+            for tensor in device.kept(node.segment, node.microbatch) if segment.grad else ():
+                tensor.data = tensor.detach().clone()  # as if it had been away: no one else has this memory
+            continue
+        with Ledger() as ledger:
+            ledger.watch(-1)
+            there = (*device.values.values(), *map(device.free, graph.inputs))
+            for tensor in (*there, *device.kept(node.segment, node.microbatch)):
+                ledger.charge(tensor)
+            ledger.watch(0)
+            device.backward(node)
+        more += ledger.peak_bytes[0] > hidden.of(segment).backward_peak
+        assert ledger.peak_bytes[0] <= counted.of(segment).backward_peak + 64  # the gradient of the loss is counted too
+    assert more
