@@ -88,7 +88,7 @@ def test_moves_at_random_moments_train_what_plain_pytorch_trains(cli: Any, sweep
     file = sweep_file(
         text=_text(
             """
-    task("tensor", "tensor", steps=120, every=12),
+    task("tensor", "tensor", steps=300, every=30),
     task("data", "data", steps=45, every=10, accumulate=2),
     task("pipeline", "pipeline(2, microbatches=4)", steps=45, every=15),
     task("zero", "zero", steps=45, every=10),

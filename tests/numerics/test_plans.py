@@ -23,7 +23,7 @@ from rota.runtime.pieces import cut
 from rota.testing import zoo
 from rota.testing.plans import in_double, random_plan, single_plan
 
-CASES = int(os.environ.get("ROTA_PLAN_CASES", "260"))
+CASES = int(os.environ.get("ROTA_PLAN_CASES", "520"))
 SHARD, SHARDS = (int(number) for number in os.environ.get("ROTA_PLAN_SHARD", "0/1").split("/"))
 PLANS_PER_GRAPH = 12
 ZOO_PLANS = max(1, CASES // 360)
