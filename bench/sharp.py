@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,10 @@ from torch import nn
 
 from bench import harness
 from rota.memory.arbiter import Arbiter
+from rota.memory.arena import Arena, make_arena
 from rota.memory.disk import measured_rates
-from rota.memory.pooled import Pooled
-from rota.memory.pooling import Pooling, Seat
+from rota.memory.pooled import Pooled, Seat
+from rota.memory.pooling import Pooling
 from rota.memory.sharp import Work, lower_bound_s, play
 from rota.memory.turns import Turns
 from rota.runtime import comm
@@ -227,12 +229,19 @@ def longest_first(models: list[Setting], lengths: dict[str, float]) -> list[list
 def _pool(told: dict[str, Any], models: list[Setting], environment: dict[str, str]) -> dict[str, Any]:
     """A process for each model, and a thread here that lets them take turns."""
     pairs = {one.name: socket.socketpair() for one in models}
-    arbiter = Arbiter({name: ours for name, (ours, _) in pairs.items()}, devices=DEVICES, wait=True)
+    budget_bytes = told["budget_bytes"]
+    arbiter = Arbiter(
+        {name: ours for name, (ours, _) in pairs.items()}, devices=DEVICES, memory_bytes=budget_bytes, wait=True
+    )
+    arenas = [make_arena(budget_bytes) for _ in range(DEVICES)]
     rows = [
-        _started({**told, "models": [asdict(one)], "turns": pairs[one.name][1].fileno()}, environment) for one in models
+        _started({**told, "models": [asdict(one)], "turns": pairs[one.name][1].fileno(), "arenas": arenas}, environment)
+        for one in models
     ]
     for _, theirs in pairs.values():
         theirs.close()
+    for arena in arenas:
+        os.close(arena)
     parts = _ended(rows)
     arbiter.close()
     makespan_s = max(one["ended_s"] for one in parts) - min(one["begun_s"] for one in parts)
@@ -242,7 +251,7 @@ def _pool(told: dict[str, Any], models: list[Setting], environment: dict[str, st
         "units_s": {one["name"]: one["units_s"] for one in parts},
         "load_s": {one["name"]: one["load_s"] for one in parts},
         "busy_share": sum(one["busy_s"] for one in parts) / (DEVICES * makespan_s),
-        "peak_over_budget": max(one["unit_bytes"] for one in parts) * 2 / told["budget_bytes"],
+        "peak_over_budget": max(one["peak_bytes"] for one in parts) / budget_bytes,
     }
 
 
@@ -250,7 +259,7 @@ def _started(told: dict[str, Any], environment: dict[str, str]) -> subprocess.Po
     return subprocess.Popen(
         [sys.executable, "-m", "bench.sharp", "--arm", json.dumps(told)],
         env=environment,
-        pass_fds=(told["turns"],) if "turns" in told else (),
+        pass_fds=(told["turns"], *told["arenas"]) if "turns" in told else (),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -278,7 +287,7 @@ def arm_main(told: dict[str, Any]) -> dict[str, Any]:
         os.sched_setaffinity(0, {told["core"]})
         return {"step_s": {one.name: _alone_s(one) for one in models}}
     if arm == "sharp":
-        return _sharp(models[0], told["budget_bytes"], folder / models[0].name, told["turns"])
+        return _sharp(models[0], told["budget_bytes"], folder / models[0].name, told["turns"], told["arenas"])
     if arm == "static":
         os.sched_setaffinity(0, {told["core"]})
         return _static(models, told["budget_bytes"], folder / str(told["core"]))
@@ -307,11 +316,11 @@ class _Timed(Turns):
         self.first_s = 0.0
         self.busy_s = 0.0
 
-    def wait_for_turn(self) -> bool:
+    def wait_for_turn(self) -> int | None:
         """The first one is when it all begins."""
-        follows = super().wait_for_turn()
+        following = super().wait_for_turn()
         self.first_s = self.first_s or time.monotonic()
-        return follows
+        return following
 
     def ran(self, took_s: float) -> None:
         """One more unit."""
@@ -319,14 +328,15 @@ class _Timed(Turns):
         super().ran(took_s)
 
 
-def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int) -> dict[str, Any]:
+def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int, arenas: Sequence[int]) -> dict[str, Any]:
     """One model of a pool."""
     folder.mkdir(parents=True)
     turns = _Timed(socket.socket(fileno=connection))
     made: list[Pooling] = []
 
     def chosen(parts: Any, batch: Any) -> Pooling:
-        seat = Seat(turns=turns, cores=[(core,) for core in range(DEVICES)])
+        cores = [(core,) for core in range(DEVICES)]
+        seat = Seat(turns=turns, cores=cores, arenas=[Arena(handle) for handle in arenas])
         made.append(Pooling(parts, batch, seat=seat, total_batches=setting.steps))
         return made[0]
 
@@ -344,7 +354,7 @@ def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int) -
         "ended_s": ended_s,
         "busy_s": turns.busy_s,
         "units_s": way.units_s,
-        "unit_bytes": max(unit.size_bytes for unit in way.units),
+        "peak_bytes": max(unit.device_bytes(2) for unit in way.units),
         # What a unit brings, on average, at the pace at which the disk gave it while all of this ran.
         "load_s": moved * made[0]._tiers.rates(usual).read_byte_s,
     }

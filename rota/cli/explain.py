@@ -149,7 +149,7 @@ def _explain_pool(tasks: list[Task], memory_bytes: int | None, *, devices: int, 
             if key not in alike:
                 alike[key] = look_in_pool(task, memory_bytes=memory_bytes, devices=devices, notice=say)
             found.append(replace(alike[key], name=task.name))
-    room_bytes = (memory_bytes - margin_bytes(memory_bytes)) // 2
+    room_bytes = memory_bytes - margin_bytes(memory_bytes)
     told = summarise(found, devices=devices, memory_bytes=memory_bytes, room_bytes=room_bytes)
     if as_json:
         print_json({"strategy": POOL} | told.to_json())

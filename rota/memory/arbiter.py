@@ -11,29 +11,49 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.errors import MessageError
+from rota.memory.arena import Spans
 from rota.memory.sharp import Pick, Pool, longest_remaining
 from rota.memory.turns import UnitComes, UnitGone, UnitRan, UnitRuns, UnitsReady
 from rota.runtime import channel
 
-_HALVES = 2
-"""Of a device's memory."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Region:
+    """Of a unit that runs, comes or leaves."""
+
+    name: str
+    work_bytes: int
 
 
 @dataclass(kw_only=True)
-class _Device:
-    """The halves of a device's memory, by the models that have something there."""
+class Ledger:
+    """A device's memory: regions of what runs, comes and leaves, and what the one that runs needs beside them."""
 
-    held: list[str] = field(default_factory=list)
+    spans: Spans
+    _regions: dict[int, _Region] = field(default_factory=dict, init=False)
+    """where they begin -> what they are for"""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another unit can come."""
-        return len(self.held) < _HALVES
+    def take(self, name: str, *, moved_bytes: int, work_bytes: int, room_bytes: int) -> int | None:
+        """Where the region of a unit begins; None if there is no room for it now."""
+        # Only one of them works at a time.
+        work = max((work_bytes, *(one.work_bytes for one in self._regions.values())))
+        if self.spans.used_bytes + moved_bytes + work > room_bytes:
+            return None
+        begin = self.spans.take(moved_bytes)
+        if begin is not None:
+            self._regions[begin] = _Region(name=name, work_bytes=work_bytes)
+        return begin
 
-    def free(self, name: str) -> None:
-        """A model's unit is gone."""
-        if name in self.held:
-            self.held.remove(name)
+    def give(self, name: str, begin: int) -> None:
+        """A region is gone; nothing happens if it was another's."""
+        if begin in self._regions and self._regions[begin].name == name:
+            del self._regions[begin]
+            self.spans.give(begin)
+
+    def leave(self, name: str) -> None:
+        """All regions of a model are gone."""
+        for begin in [begin for begin, one in self._regions.items() if one.name == name]:
+            self.give(name, begin)
 
 
 class Arbiter:
@@ -44,13 +64,17 @@ class Arbiter:
         connections: Mapping[str, socket.socket],
         *,
         devices: int,
+        memory_bytes: int,
         pick: Pick = longest_remaining,
         wait: bool = False,
     ) -> None:
-        """`wait` lets the first unit run only when every model has one."""
+        """Each device has an arena of so many bytes; `wait` lets the first unit run only when every model has one."""
         self._connections = dict(connections)
         self._deframers = {name: channel.Deframer() for name in connections}
-        self._devices = [_Device() for _ in range(devices)]
+        self._ledgers = [Ledger(spans=Spans(size_bytes=memory_bytes)) for _ in range(devices)]
+        self._comes_to: dict[int, int] = {}
+        """device -> where the region begins of what comes next"""
+        self._ready: dict[str, UnitsReady] = {}
         self._pool = Pool(pick=pick)
         self._waiting_for = set(connections) if wait else set()
         self._selector = selectors.DefaultSelector()
@@ -90,52 +114,70 @@ class Arbiter:
 
     def _hear(self, name: str, message: Any) -> None:
         if isinstance(message, UnitsReady):
+            self._ready[name] = message
             self._pool.add(name, message.units_s, after_s=message.after_s)
             self._waiting_for.discard(name)
         elif isinstance(message, UnitRan):
-            for device in range(len(self._devices)):
+            for device in range(len(self._ledgers)):
                 if self._pool.running(device) == name:
                     self._pool.ended(device)
         elif isinstance(message, UnitGone):
-            self._devices[message.device].free(name)
+            self._go(name, message.device, message.begin)
+
+    def _go(self, name: str, device: int, begin: int) -> None:
+        """A region is gone; if nothing has come to it yet, what was to come there does not."""
+        if self._pool.coming(device) == name and self._comes_to[device] == begin:
+            self._pool.give_up(device)
+        self._ledgers[device].give(name, begin)
 
     def _leave(self, name: str) -> None:
         """It has ended, or its process has: what it had is free."""
         self._pool.leave(name)
         self._waiting_for.discard(name)
         self._selector.unregister(self._connections[name])
-        for device in self._devices:
-            while name in device.held:
-                device.free(name)
+        for ledger in self._ledgers:
+            ledger.leave(name)
 
     def _decide(self) -> None:
         if self._waiting_for:
             return
         for _ in range(2):  # first what runs, then what comes behind it
-            for number in range(len(self._devices)):
-                if self._pool.coming(number) is None:
-                    chosen = self._choose(number)
+            for device in range(len(self._ledgers)):
+                if self._pool.coming(device) is None:
+                    chosen = self._choose(device)
                     if chosen is not None:
-                        self._send(chosen, UnitComes(device=number))
-                self._run_next(number)
+                        self._send(chosen, UnitComes(device=device, begin=self._comes_to[device]))
+                self._run_next(device)
 
-    def _choose(self, number: int) -> str | None:
+    def _choose(self, device: int) -> str | None:
         """The model whose unit comes to a device next, if there is room."""
-        device = self._devices[number]
-        chosen = self._pool.choose(number) if device.has_room else None
-        if chosen is not None:
-            device.held.append(chosen)
-        return chosen
 
-    def _run_next(self, number: int) -> None:
-        name = self._pool.coming(number)
-        if name is None or not self._pool.is_ready(name) or self._pool.running(number) is not None:
+        def has_room(name: str, unit: int) -> bool:
+            ready = self._ready[name]
+            begin = self._ledgers[device].take(
+                name,
+                moved_bytes=ready.moved_bytes[unit],
+                work_bytes=ready.work_bytes[unit],
+                room_bytes=ready.room_bytes,
+            )
+            if begin is None:
+                return False
+            self._comes_to[device] = begin
+            return True
+
+        return self._pool.choose(device, has_room=has_room)
+
+    def _run_next(self, device: int) -> None:
+        name = self._pool.coming(device)
+        if name is None or not self._pool.is_ready(name) or self._pool.running(device) is not None:
             return
-        self._pool.began(number)
-        following = self._choose(number)
-        self._send(name, UnitRuns(device=number, follows=following == name))
+        self._pool.began(device)
+        following = self._choose(device)
+        begin = self._comes_to.get(device)
+        self._send(name, UnitRuns(following=begin if following == name else None))
         if following is not None and following != name:
-            self._send(following, UnitComes(device=number))
+            assert begin is not None
+            self._send(following, UnitComes(device=device, begin=begin))
 
     def _send(self, name: str, message: Any) -> None:
         with contextlib.suppress(OSError):  # its end is seen when it is read

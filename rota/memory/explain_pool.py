@@ -60,7 +60,7 @@ class PoolExplanation:
     devices: int
     memory_bytes: int
     room_bytes: int
-    """Of a unit."""
+    """Of a device, for the units that run, come and leave."""
     tasks: tuple[PooledTask, ...]
     work_s: float
     longest_s: float
@@ -91,7 +91,7 @@ def pooled_task(name: str, made: Fitting, *, steps: int, rates: Rates) -> Pooled
     units = tuple(
         UnitLine(
             stages=tuple(made.step.stages[position].name for position in unit.stages),
-            size_bytes=unit.size_bytes,
+            size_bytes=unit.device_bytes(1),
             comes_bytes=total(unit.needs),
             leaves_bytes=total(unit.changes),
             seconds=unit.seconds,
@@ -148,8 +148,8 @@ def lines_of(told: PoolExplanation, *, units_of: str | None) -> list[str]:
     """The text for people, with the units of one task."""
     found = [
         f"pool    {_count(len(told.tasks), 'task')} on {_count(told.devices, 'device')} of "
-        f"{format_bytes(told.memory_bytes)}: a unit has {format_bytes(told.room_bytes)} while it runs, and "
-        "the next one as much while it comes",
+        f"{format_bytes(told.memory_bytes)}: units that run, come and leave have {format_bytes(told.room_bytes)} "
+        "of each",
         f"bound   {format_seconds(told.bound_s)}: no order is faster than all work over all devices "
         f"({format_seconds(told.work_s)} over {told.devices}), nor than the longest task "
         f"({format_seconds(told.longest_s)})",

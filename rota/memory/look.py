@@ -75,11 +75,7 @@ def look_in_pool(task: Task, *, memory_bytes: int, devices: int, notice: Callabl
             step = found.step
             if costs is not None:
                 step = replace(step, update_s=lambda sizes: sum(update_seconds(costs, size) for size in sizes))
-            try:
-                return cut_to_fit(found.graph, step, room_bytes=found.budget_bytes // 2, costs=costs)
-            except FitError as error:  # what runs has a half of a device
-                needed = error.needed_bytes
-                raise FitError(str(error), needed_bytes=None if needed is None else 2 * needed) from error
+            return cut_to_fit(found.graph, step, room_bytes=found.budget_bytes, costs=costs)
 
         costs = _measured(made().program, threads=max(1, len(available_cores()) // devices), notice=notice)
         return pooled_task(task.name, made(costs), steps=found.total_steps, rates=found.rates)

@@ -1,16 +1,14 @@
 """Runs batches of one shape as a model in a pool: unit by unit, when and where it is its turn.
 
-A unit is a shard's forward pass, or its backward pass with its update. What it needs is in memory while it runs, and
-leaves afterwards; what shards hand to each other stays in the memory that all devices share.
+A unit is a shard's forward pass, or its backward pass with its update. What it needs is in a region of the device's
+memory while it runs, and leaves afterwards; what shards hand to each other stays in the memory that all devices share.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from rota.errors import FitError
 from rota.graph.graph import Graph
 from rota.memory.acting import Acting
+from rota.memory.arena import Arena, Region
 from rota.memory.arrange import Cut, predicted_seconds
 from rota.memory.holdings import Holdings
 from rota.memory.steps import Group, Step, Training, groups_of, step_of
@@ -29,6 +28,8 @@ from rota.plan.program import Program
 from rota.runtime.footprint import Footprints
 
 _FEWEST, _MOST = 2, 256
+_AT_ONCE, _LEAST_AT_ONCE = 3, 2
+"""Units of which a device should have, and must have, what moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +44,35 @@ class Fitting:
 
 
 def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int, costs: Costs | None = None) -> Fitting:
-    """With few shards, or more, so that each unit fits; what they keep is made again only where it must be."""
-    shards, again = _FEWEST, False
+    """With few shards, or more, so that a device has room for what runs, what comes and what leaves.
+
+    If that cannot be, then for what runs and either of the two. What they keep is made again only where it must be.
+    """
     costs = costs or Costs()
-    while True:
-        cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops)) if again else ()))
-        program = cut.program(graph)
-        groups = groups_of(program)
-        try:
-            step, units = pool_units(program, groups, training, room_bytes=room_bytes, costs=costs)
-            return Fitting(cut=cut, program=program, groups=groups, step=step, units=units)
-        except FitError:
-            if shards < _MOST:
-                shards *= 2
-            elif again:
-                raise
+    refused: FitError | None = None
+    for again in (False, True):
+        fits: Fitting | None = None
+        shards = _FEWEST
+        while shards <= _MOST:
+            cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops)) if again else ()))
+            program = cut.program(graph)
+            groups = groups_of(program)
+            try:
+                step, units = pool_units(program, groups, training, room_bytes=room_bytes, costs=costs)
+            except FitError as error:
+                refused = error
             else:
-                shards, again = _FEWEST, True
+                found = Fitting(cut=cut, program=program, groups=groups, step=step, units=units)
+                if max(unit.device_bytes(_AT_ONCE) for unit in units) <= room_bytes:
+                    return found
+                fits = fits or found
+                if len(units) <= len(fits.units) and found is not fits:
+                    break  # it cannot be cut any further
+            shards *= 2
+        if fits is not None:
+            return fits
+    assert refused is not None
+    raise refused
 
 
 def pool_units(
@@ -80,15 +93,37 @@ def pool_units(
         if item in step.items and step.items[item].movable
     }
     units = units_of(step, frozenset(movable))
-    largest = max(units, key=lambda unit: unit.size_bytes)
-    if largest.size_bytes > room_bytes:
+    largest = max(units, key=lambda unit: unit.device_bytes(_LEAST_AT_ONCE))
+    needed_bytes = largest.device_bytes(_LEAST_AT_ONCE)
+    if needed_bytes > room_bytes:
         name = step.stages[largest.stages[0]].name
         raise FitError(
-            f"{name} needs {largest.size_bytes:,} bytes, and half of a device has {room_bytes:,}, and it is cut as far "
-            "as it can be",
-            needed_bytes=2 * largest.size_bytes,
+            f"{name} and another one like it need {needed_bytes:,} bytes, and a device has {room_bytes:,}, and it is "
+            "cut as far as it can be",
+            needed_bytes=needed_bytes,
         )
     return step, units
+
+
+@dataclass(kw_only=True)
+class Seat:
+    """A task's place in a pool."""
+
+    turns: Turns
+    cores: Sequence[Sequence[int]]
+    """Of each device,"""
+    arenas: Sequence[Arena]
+    """and its memory."""
+    promised: tuple[int, int, int] | None = None
+    """Where the first of the next units has room: the device, where the region begins, and how large it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a unit runs."""
+
+    device: int
+    region: Region
 
 
 class Pooled:
@@ -104,27 +139,29 @@ class Pooled:
         *,
         step: Step,
         units: Sequence[Unit],
-        turns: Turns,
+        seat: Seat,
+        room_bytes: int,
         total_batches: int,
-        cores: Sequence[Sequence[int]] = (),
         batches: int = 1,
         seed: int = 0,
     ) -> None:
-        """`batches` are those of a step, `total_batches` those of the whole task; `cores` are those of each device."""
+        """`batches` are those of a step, `total_batches` those of the whole task; a device has so much room."""
         self.program = program
         self.step = step
         self._holdings = holdings
         self._tiers = holdings.tiers
         self.units = units
-        self._turns = turns
+        self._turns = seat.turns
+        self._seat = seat
+        self._room_bytes = room_bytes
         self._total_batches = total_batches
-        self._cores = cores
         self._acting = Acting(program, step, holdings, buffers, batches=batches, seed=seed, plain_random=True)
         self.units_s = [unit.seconds for unit in units]
         """What each unit takes: as predicted, and then as measured."""
 
     def enter(self, batch: int = 0) -> None:
-        """All is on disk."""
+        """All is on disk, and no memory is kept but that of devices."""
+        self._tiers.budget.trim()
 
     def leave(self) -> None:
         """All is on disk."""
@@ -137,37 +174,65 @@ class Pooled:
         row = [i for i, unit in enumerate(self.units) if self.step.acts[unit.stages[0]].batch == place]
         batch_s = sum(self.units_s[i] for i in row)
         after_s = max(0, self._total_batches - number - 1) * batch_s
-        self._turns.ready([self.units_s[i] for i in row], after_s=after_s)
-        device: int | None = None
+        units = [self.units[i] for i in row]
+        here = self._promised_place(units[0])
+        self._turns.ready(
+            [self.units_s[i] for i in row],
+            moved_bytes=[unit.moved_bytes for unit in units],
+            work_bytes=[unit.work_bytes for unit in units],
+            room_bytes=self._room_bytes,
+            after_s=after_s,
+        )
         for i, following in zip(row, [*row[1:], None], strict=True):
-            if device is None:
-                device = self._turns.wait_for_room()
-            self._bring(self.units[i])
-            follows = self._turns.wait_for_turn()
+            unit = self.units[i]
+            if here is None:
+                here = self._place(unit, *self._turns.wait_for_room())
+            self._bring(unit, here)
+            begin = self._turns.wait_for_turn()
+            there: _Place | None = None
             keep = frozenset[str]()
-            if follows and following is None:
-                self._turns.promised = device
-            elif follows:
+            if begin is not None and following is None:
+                self._seat.promised = (here.device, begin, units[0].moved_bytes)
+            elif begin is not None:
                 assert following is not None
+                there = self._place(self.units[following], here.device, begin)
                 # What both need stays; what the present one makes or changes cannot come before.
-                self._bring(self.units[following], without=self.units[i].needs | self.units[i].changes)
+                self._bring(self.units[following], there, without=unit.needs | unit.changes)
                 keep = self.units[following].needs
-            self._run(i, device)
-            self._release(self.units[i], device, keep=keep)
-            device = device if follows else None
+            self._run(i, here)
+            self._release(unit, here, keep=keep)
+            here = there
         return [self._acting.end(place)]
 
-    def _bring(self, unit: Unit, *, without: frozenset[str] = frozenset()) -> None:
+    def _promised_place(self, unit: Unit) -> _Place | None:
+        """Where the first unit of a row has room already, if it has."""
+        if self._seat.promised is None:
+            return None
+        device, begin, size_bytes = self._seat.promised
+        self._seat.promised = None
+        if size_bytes < unit.moved_bytes:  # batches of another kind follow
+            self._turns.gone(device, begin)
+            return None
+        return self._place(unit, device, begin)
+
+    def _place(self, unit: Unit, device: int, begin: int) -> _Place:
+        region = Region(
+            self._seat.arenas[device], begin, unit.moved_bytes, gone=lambda: self._turns.gone(device, begin)
+        )
+        return _Place(device=device, region=region)
+
+    def _bring(self, unit: Unit, place: _Place, *, without: frozenset[str] = frozenset()) -> None:
         for item in sorted(unit.needs - without):
             if not self._tiers.is_near(item):
-                self._tiers.begin_load(item)
+                self._tiers.begin_load(item, budget=place.region)
 
-    def _run(self, number: int, device: int) -> None:
+    def _run(self, number: int, place: _Place) -> None:
         unit, budget = self.units[number], self._tiers.budget
         for item in sorted(unit.needs):
             self._tiers.finish_load(item)
-        if self._cores and len(self._cores[device]) == 1 and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self._cores[device])  # of this thread
+        cores = self._seat.cores[place.device]
+        if len(cores) == 1 and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)  # of this thread
         begun_s = time.perf_counter()
         budget.take(unit.work_bytes + unit.made_bytes, "the work of a unit")
         try:
@@ -178,45 +243,19 @@ class Pooled:
         self.units_s[number] = time.perf_counter() - begun_s
         self._turns.ran(self.units_s[number])
 
-    def _release(self, unit: Unit, device: int, *, keep: frozenset[str]) -> None:
+    def _release(self, unit: Unit, place: _Place, *, keep: frozenset[str]) -> None:
         """Let go of what is not kept for the next unit: what has changed is written, and the rest dropped."""
         tiers = self._tiers
-        leaving: list[Future[None]] = []
         for item in unit.ends:
             tiers.forget(item)
         for item in sorted((unit.needs | unit.changes) - unit.ends):
             if item in unit.changes:
-                tiers.admit(item)  # a gradient that was made here has memory of its own
+                tiers.admit(item, budget=place.region)  # a gradient that was made here has memory of its own
                 tiers.change(item)
             if item in keep or not tiers.is_near(item):
                 continue
             if tiers.is_changed(item):
-                leaving.append(tiers.begin_write(item))
+                tiers.begin_write(item)
             else:
                 tiers.drop(item)
-        if not keep:
-            tiers.budget.trim()  # another model may have this room now
-        _when_all(leaving, lambda: self._gone(device))
-
-    def _gone(self, device: int) -> None:
-        self._tiers.budget.trim()
-        self._turns.gone(device)
-
-
-def _when_all(futures: Sequence[Future[None]], then: Callable[[], None]) -> None:
-    """Do something when all of them are done; errors are told to those who wait for them."""
-    left = len(futures)
-    lock = threading.Lock()
-
-    def done(future: Future[None]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            then()
-
-    if not futures:
-        then()
-    for future in futures:
-        future.add_done_callback(done)
+        place.region.close()  # what stays or leaves is there until it is gone

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rota.cluster.device import format_bytes
 from rota.errors import FitError, TaskError
 from rota.graph.graph import Graph
-from rota.memory.pooled import Pooled, cut_to_fit, pool_units
+from rota.memory.pooled import Pooled, Seat, cut_to_fit, pool_units
 from rota.memory.spilling import Opening, Spilling, Way
 from rota.memory.steps import Step, Training
-from rota.memory.turns import Turns
 from rota.memory.units import Unit
 from rota.plan.program import Program
 from rota.runtime.executor import Parts
 from rota.strategies.spill import Spill, spill
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """A task's place in a pool."""
-
-    turns: Turns
-    cores: Sequence[Sequence[int]]
-    """Of each device."""
 
 
 class Pooling(Spilling):
@@ -45,31 +34,30 @@ class Pooling(Spilling):
         super().__init__(parts, batch, spill=spill(), notice=notice)
 
     def _open(self, graph: Graph, spill: Spill, training: Training) -> Opening:
-        half_bytes = self._budget_bytes() // 2
+        self._room_bytes = self._budget_bytes()
         try:
-            made = cut_to_fit(graph, training, room_bytes=half_bytes)
+            made = cut_to_fit(graph, training, room_bytes=self._room_bytes)
         except FitError as error:
-            raise TaskError(self._too_small(error, halves=2)) from error
-        self._half_bytes = half_bytes
+            raise TaskError(self._too_small(error)) from error
         return Opening(
             cut=made.cut,
             training=training,
             groups=made.groups,
             items=made.step.items,
-            # It may be on every device, what leaves it included. The arbiter counts the units of a device.
-            budget_bytes=2 * len(self._seat.cores) * half_bytes,
+            # Of what works. What moves is counted by the arbiter, who has the regions of each device.
+            budget_bytes=self._room_bytes,
             way=lambda: self._pooled(made.program, made.step, made.units, training),
             told=(
                 f"pool: {len(made.units)} units take turns with other tasks on {len(self._seat.cores)} devices, "
-                f"each in {format_bytes(half_bytes)}"
+                f"each with {format_bytes(self._room_bytes)} for them"
             ),
         )
 
     def _other_way(self, program: Program, training: Training) -> Way:
         try:
-            step, units = pool_units(program, self._groups, training, room_bytes=self._half_bytes)
+            step, units = pool_units(program, self._groups, training, room_bytes=self._room_bytes)
         except FitError as error:
-            raise TaskError(self._too_small(error, halves=2)) from error
+            raise TaskError(self._too_small(error)) from error
         return self._pooled(program, step, units, training)
 
     def _pooled(self, program: Program, step: Step, units: Sequence[Unit], training: Training) -> Pooled:
@@ -79,9 +67,9 @@ class Pooling(Spilling):
             self._buffers(),
             step=step,
             units=units,
-            turns=self._seat.turns,
+            seat=self._seat,
+            room_bytes=self._room_bytes,
             total_batches=self._total_batches,
-            cores=self._seat.cores,
             batches=training.batches,
             seed=self._parts.task.seed,
         )

@@ -95,10 +95,11 @@ class Pool:
         assert name not in self._rows
         self._rows[name] = _Row(units_s=tuple(units_s), after_s=after_s, since=self._decisions)
 
-    def choose(self, device: int) -> str | None:
-        """The model whose unit runs on this device next; None if none can.
+    def choose(self, device: int, *, has_room: Callable[[str, int], bool] = lambda name, unit: True) -> str | None:
+        """The model whose unit runs on this device next; None if none can, or if there is no room for the one to run.
 
-        The one that the device runs now may be the next, too, unless it runs the last of all its units.
+        The one that the device runs now may be the next, too, unless it runs the last of all its units. `has_room` is
+        asked for a unit of those that are known; behind the last one of them it is the first, which the next are like.
         """
         assert device not in self._next
         here = self._running.get(device)
@@ -110,9 +111,14 @@ class Pool:
         ]
         if not free:
             return None
-        self._next[device] = self.pick(free).name
+        chosen = self.pick(free).name
+        row = self._rows[chosen]
+        unit = row.place + (1 if chosen == here else 0)
+        if not has_room(chosen, unit % len(row.units_s)):
+            return None
+        self._next[device] = chosen
         self._decisions += 1
-        return self._next[device]
+        return chosen
 
     def coming(self, device: int) -> str | None:
         """The model that was chosen for a device, and has not begun there."""
@@ -121,6 +127,10 @@ class Pool:
     def is_ready(self, name: str) -> bool:
         """Whether a model has units: one that is chosen behind its own last one may be between two rows."""
         return name in self._rows
+
+    def give_up(self, device: int) -> None:
+        """What was chosen for a device does not come."""
+        del self._next[device]
 
     def running(self, device: int) -> str | None:
         """The model whose unit a device runs."""

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,26 @@ ALIGNMENT = 4096
 """Of what is read and written without the page cache."""
 _TENSOR_ALIGNMENT = 64
 _HUGE = 2 * 2**20
+
+
+class Ledger(Protocol):
+    """Counts the bytes of slabs, and gives them their memory."""
+
+    def take(self, size_bytes: int, what: str) -> None:
+        """FitError if there is no room; then nothing is taken."""
+        ...
+
+    def give(self, size_bytes: int) -> None:
+        """They are free again."""
+        ...
+
+    def map(self, size_bytes: int, what: str) -> mmap.mmap | memoryview:
+        """Memory of this size, which is taken; FitError if there is no room."""
+        ...
+
+    def put_back(self, memory: Any, size_bytes: int) -> None:
+        """Nobody uses it any more."""
+        ...
 
 
 class Budget:
@@ -118,7 +138,7 @@ class Shelf:
 class Slab:
     """A row of bytes. It is gone when the slab and all tensors that were made of it are."""
 
-    def __init__(self, size_bytes: int, *, budget: Budget, what: str) -> None:
+    def __init__(self, size_bytes: int, *, budget: Ledger, what: str) -> None:
         assert size_bytes > 0
         assert size_bytes % ALIGNMENT == 0
         self.size_bytes = size_bytes
@@ -194,7 +214,7 @@ def _copy_part(into: int, start: int, stop: int, tensor: torch.Tensor, offset: i
 class DeviceSlab(Slab):
     """A row of bytes on a GPU: written with care, never run."""
 
-    def __init__(self, size_bytes: int, *, budget: Budget, what: str, device: torch.device) -> None:
+    def __init__(self, size_bytes: int, *, budget: Ledger, what: str, device: torch.device) -> None:
         self.size_bytes = size_bytes
         budget.take(size_bytes, what)
         try:

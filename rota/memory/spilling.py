@@ -243,11 +243,11 @@ class Spilling:
             taken_bytes = max(taken_bytes, self._room.memory_bytes - free_bytes)
         return taken_bytes + margin_bytes(self._room.memory_bytes)
 
-    def _too_small(self, error: FitError, *, halves: int = 1) -> str:
-        """What to tell the user; in a pool, what does not fit is to fit into half of a device."""
+    def _too_small(self, error: FitError) -> str:
+        """What to tell the user."""
         if error.needed_bytes is None:
             return str(error)
-        needed_bytes = halves * error.needed_bytes + self._beside_bytes() + WANDERS_BYTES
+        needed_bytes = error.needed_bytes + self._beside_bytes() + WANDERS_BYTES
         return (
             f"{str(error).split(', and')[0]}: the task needs a device with at least {format_bytes(needed_bytes)}, and "
             f"this one has {format_bytes(self._room.memory_bytes)}; give it more (--memory), or use a smaller batch"

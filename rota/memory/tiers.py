@@ -11,7 +11,7 @@ import torch
 
 from rota.memory.mover import Mover
 from rota.memory.residency import Rates
-from rota.memory.slab import Budget, DeviceSlab, Loose, Shelf, Slab
+from rota.memory.slab import Budget, DeviceSlab, Ledger, Loose, Shelf, Slab
 from rota.memory.staging import Far, Staging
 from rota.memory.store import Store
 from rota.runtime.hollow import hollow_like
@@ -55,21 +55,21 @@ class Tiers:
         self._far = far
         self._mover: Mover | Staging = Mover(store) if far is None else Staging(store, far)
         self._coming: dict[str, tuple[Future[None], Slab]] = {}
-        self._unborn: dict[str, Budget] = {}
+        self._unborn: dict[str, Ledger] = {}
         """What is expected, and has room, and will be made by the one who needs it."""
         self._leaving: dict[str, Future[None]] = {}
         self._changed: set[str] = set()
         """What is in memory and not, or not as it is, on disk."""
 
-    def _slab(self, size_bytes: int, budget: Budget, what: str) -> Slab:
+    def _slab(self, size_bytes: int, budget: Ledger, what: str) -> Slab:
         if self._far is not None and self._far.device.type == "cuda":
             return DeviceSlab(size_bytes, budget=budget, what=what, device=self._far.device)
         return Slab(size_bytes, budget=budget, what=what)
 
-    def begin_load(self, item: str, *, budget: Budget | None = None) -> None:
+    def begin_load(self, item: str, *, budget: Ledger | None = None) -> None:
         """Ask for an item; its memory is of another budget, if one is given."""
         held = self.held[item]
-        budget = budget or self.budget
+        budget = self.budget if budget is None else budget
         if held.shelf is None:
             budget.take(held.size_bytes, item)
             self._unborn[item] = budget
@@ -84,7 +84,7 @@ class Tiers:
             future.result()
             self.held[item].attach(slab)
 
-    def admit(self, item: str, *, budget: Budget | None = None) -> None:
+    def admit(self, item: str, *, budget: Ledger | None = None) -> None:
         """Give tensors that have memory of their own, if there are any, room in a slab."""
         held = self.held[item]
         if held.slab is not None:

@@ -1,7 +1,7 @@
 """How a model in a pool takes turns with others: it says which units it has, and is told when and where they run.
 
-A device runs one unit at a time. Its memory has two halves: in one is what runs, in the other what comes next, or what
-leaves. Who comes next is decided by the arbiter (arbiter.py), with which each model's process has a socket.
+A device runs one unit at a time. In its memory are regions: of what runs, of what comes next, and of what leaves. Who
+comes next, and where, is decided by the arbiter (arbiter.py), with which each model's process has a socket.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ class UnitsReady:
     """To the arbiter: these units can run now, one after another."""
 
     units_s: tuple[float, ...]
+    moved_bytes: tuple[int, ...]
+    """Of the region that each of them needs,"""
+    work_bytes: tuple[int, ...]
+    """and of what it needs beside, while it runs."""
+    room_bytes: int
+    """What a device has for both, as far as this model knows."""
     after_s: float
     """What the model has to do after them."""
 
@@ -38,29 +44,32 @@ class UnitRan:
 @register
 @dataclass(frozen=True, kw_only=True)
 class UnitGone:
-    """To the arbiter: what a unit had in a device's memory has left it."""
+    """To the arbiter: what a unit had in a region of a device's memory has left it."""
 
     device: int
+    begin: int
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class UnitComes:
-    """To a model: there is room for its next unit on a device."""
+    """To a model: there is room for its next unit on a device, in a region that begins here."""
 
     device: int
+    begin: int
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class UnitRuns:
-    """To a model: its unit runs now. `follows` if its next one is the device's next, too, and can come meanwhile.
+    """To a model: its unit runs now."""
 
-    That may be the first one of the next units that it will have.
+    following: int | None
+    """Where the region begins of its next one, if that is the device's next, too, and can come meanwhile.
+
+    After the last unit that is known it is that of the first one of the next that the model will have, as large as that
+    of the first one of these.
     """
-
-    device: int
-    follows: bool
 
 
 class Turns:
@@ -71,35 +80,46 @@ class Turns:
         self._sending = threading.Lock()
         self._deframer = channel.Deframer()
         self._heard: list[Any] = []
-        self.promised: int | None = None
-        """The device on which the first of the next units has room already."""
 
-    def ready(self, units_s: Sequence[float], *, after_s: float) -> None:
+    def ready(
+        self,
+        units_s: Sequence[float],
+        *,
+        moved_bytes: Sequence[int],
+        work_bytes: Sequence[int],
+        room_bytes: int,
+        after_s: float,
+    ) -> None:
         """Say which units can run now."""
-        self._send(UnitsReady(units_s=tuple(units_s), after_s=after_s))
+        self._send(
+            UnitsReady(
+                units_s=tuple(units_s),
+                moved_bytes=tuple(moved_bytes),
+                work_bytes=tuple(work_bytes),
+                room_bytes=room_bytes,
+                after_s=after_s,
+            )
+        )
 
-    def wait_for_room(self) -> int:
-        """Until there is room for the next unit: the device."""
-        if self.promised is not None:
-            device, self.promised = self.promised, None
-            return device
+    def wait_for_room(self) -> tuple[int, int]:
+        """Until there is room for the next unit: the device, and where in its memory."""
         message = self._next()
         assert isinstance(message, UnitComes), message
-        return message.device
+        return message.device, message.begin
 
-    def wait_for_turn(self) -> bool:
-        """Until it may run; whether the following one has room there, too."""
+    def wait_for_turn(self) -> int | None:
+        """Until it may run; where the following one has room there, if it has."""
         message = self._next()
         assert isinstance(message, UnitRuns), message
-        return message.follows
+        return message.following
 
     def ran(self, took_s: float) -> None:
         """The unit is over: another may run there."""
         self._send(UnitRan(took_s=took_s))
 
-    def gone(self, device: int) -> None:
-        """Its memory is free again. Called by any thread."""
-        self._send(UnitGone(device=device))
+    def gone(self, device: int, begin: int) -> None:
+        """A region is free again. Called by any thread."""
+        self._send(UnitGone(device=device, begin=begin))
 
     def _next(self) -> Any:
         while not self._heard:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rota.memory.arena import rounded
+from rota.memory.slab import ALIGNMENT
 from rota.memory.steps import FIXED, Step
 
 
@@ -22,13 +24,12 @@ class Unit:
     made_bytes: int
     """Of what it makes that moves later."""
     moved_bytes: int
-    """Of what moves, with that."""
+    """Of what moves, with that: whole pages for each."""
     seconds: float
 
-    @property
-    def size_bytes(self) -> int:
-        """All that a device must have room for."""
-        return self.work_bytes + self.moved_bytes
+    def device_bytes(self, count: int) -> int:
+        """What a device needs for so many like it, of which one works and the others come or leave."""
+        return self.work_bytes + count * self.moved_bytes
 
 
 def units_of(step: Step, movable: frozenset[str]) -> tuple[Unit, ...]:
@@ -64,6 +65,6 @@ def _unit(step: Step, row: list[int], movable: frozenset[str]) -> Unit:
         ends=frozenset(ended),
         work_bytes=work,
         made_bytes=sum(step.items[item].size_bytes for item in made),
-        moved_bytes=sum(step.items[item].size_bytes for item in needs | made),
+        moved_bytes=max(ALIGNMENT, sum(rounded(step.items[item].size_bytes) for item in needs | made)),
         seconds=sum(step.stages[position].seconds for position in row),
     )

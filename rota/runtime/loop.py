@@ -25,7 +25,7 @@ from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER
 from rota.task import Task
 
 if TYPE_CHECKING:
-    from rota.memory.pooling import Seat
+    from rota.memory.pooled import Seat
 
 _SAVE_EVERY_S = 30.0
 # Saving may cost this share of the time; where it is slow, it happens less often.

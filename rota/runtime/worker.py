@@ -53,7 +53,7 @@ from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
 if TYPE_CHECKING:
     import torch
 
-    from rota.memory.pooling import Seat
+    from rota.memory.pooled import Seat
     from rota.runtime.gang import Gang
     from rota.runtime.loop import Loop, Surroundings
 
@@ -82,7 +82,9 @@ class WorkerSettings:
     pool_socket: int = -1
     """Where the worker of one task in a pool takes its turns."""
     pool_cores: tuple[tuple[int, ...], ...] = ()
-    """Of each of the pool's devices."""
+    """Of each of the pool's devices,"""
+    pool_arenas: tuple[int, ...] = ()
+    """and its memory, as an open file."""
 
 
 class Worker:
@@ -463,10 +465,15 @@ def _seat_of(settings: WorkerSettings) -> Seat | None:
     """Of a worker whose task shares devices with others; it has one task in its life."""
     if settings.pool_socket < 0:
         return None
-    from rota.memory.pooling import Seat
+    from rota.memory.arena import Arena
+    from rota.memory.pooled import Seat
     from rota.memory.turns import Turns
 
-    return Seat(turns=Turns(socket.socket(fileno=settings.pool_socket)), cores=settings.pool_cores)
+    return Seat(
+        turns=Turns(socket.socket(fileno=settings.pool_socket)),
+        cores=settings.pool_cores,
+        arenas=[Arena(handle) for handle in settings.pool_arenas],
+    )
 
 
 def _arrived(task: Any) -> Any:
@@ -503,7 +510,8 @@ def main() -> None:
     """Start as the process of one device."""
     fields = json.loads(sys.argv[1])
     pool_cores = tuple(tuple(cores) for cores in fields["pool_cores"])
-    settings = WorkerSettings(**{**fields, "cores": tuple(fields["cores"]), "pool_cores": pool_cores})
+    rows = {key: tuple(fields[key]) for key in ("cores", "pool_arenas")}
+    settings = WorkerSettings(**{**fields, **rows, "pool_cores": pool_cores})
     _die_with(settings.parent)
     # The terminal sends Ctrl-C to every process; only the controller acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

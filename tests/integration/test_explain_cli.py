@@ -136,7 +136,7 @@ def test_a_pool_is_told_with_all_its_tasks_the_bound_and_when_it_ends(explain, p
     code, out, err = explain(*options)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("pool    2 tasks on 2 devices of 64 MiB: a unit has 20 MiB")
+    assert lines[0].startswith("pool    2 tasks on 2 devices of 64 MiB: units that run, come and leave have 40 MiB")
     assert [line.split()[0] for line in lines[1:3]] == ["bound", "ends"]
     assert [line.split()[0] for line in lines[4:7]] == ["task", "long", "short"]
     told = json.loads(explain(*options, "--json")[1])

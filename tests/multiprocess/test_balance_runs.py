@@ -220,8 +220,10 @@ def test_a_busy_core_is_answered_by_moving_work_and_forgiven(cli: Any, sweep_fil
     assert first.shares[1] < 0.45
     assert "device 1 is" in first.why
     # Whoever else uses the machine may slow either device meanwhile: that this one has work again is what counts.
-    assert max(move.shares[1] for move in moves if move.step > 60) > 0.3 > max(
-        move.shares[1] for move in moves if 20 < move.step <= 60
+    assert (
+        max(move.shares[1] for move in moves if move.step > 60)
+        > 0.3
+        > max(move.shares[1] for move in moves if 20 < move.step <= 60)
     )
     _assert_plain(file, run, within=1e-9)
 

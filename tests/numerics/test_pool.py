@@ -10,7 +10,8 @@ import torch
 from rota.errors import FitError
 from rota.memory import building, pooling
 from rota.memory.arbiter import Arbiter
-from rota.memory.pooling import Seat
+from rota.memory.arena import Arena, make_arena
+from rota.memory.pooled import Seat
 from rota.memory.turns import Turns
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Finished, Halted
@@ -27,7 +28,7 @@ def tight(monkeypatch, remembered):
         try:
             return original(graph, training, room_bytes=1)
         except FitError as error:
-            return original(graph, training, room_bytes=int(1.2 * error.needed_bytes / 2))
+            return original(graph, training, room_bytes=int(1.2 * error.needed_bytes))
 
     monkeypatch.setattr(pooling, "cut_to_fit", tightly)
     monkeypatch.setattr(building, "_LEAST_BYTES", 1)
@@ -36,9 +37,11 @@ def tight(monkeypatch, remembered):
 @contextlib.contextmanager
 def seated(devices=2):
     ours, theirs = socket.socketpair()
-    arbiter = Arbiter({"task": ours}, devices=devices)
+    memory_bytes = 2**30
+    arbiter = Arbiter({"task": ours}, devices=devices, memory_bytes=memory_bytes)
+    arenas = [Arena(make_arena(memory_bytes)) for _ in range(devices)]
     try:
-        yield Seat(turns=Turns(theirs), cores=((),) * devices)
+        yield Seat(turns=Turns(theirs), cores=((),) * devices, arenas=arenas)
     finally:
         theirs.close()
         arbiter.close()

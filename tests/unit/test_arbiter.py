@@ -1,5 +1,6 @@
-"""The arbiter of a pool: one unit at a time on a device, room for two, and nobody waits for one that is gone."""
+"""The arbiter of a pool: one unit at a time on a device, as many as there is room for, and nobody waits in vain."""
 
+import itertools
 import socket
 import threading
 import time
@@ -9,6 +10,8 @@ import pytest
 from rota.errors import TaskError
 from rota.memory.arbiter import Arbiter
 from rota.memory.turns import Turns
+
+ROOM_BYTES, MOVED_BYTES, WORK_BYTES = 100, 30, 10
 
 
 class Watch:
@@ -30,7 +33,9 @@ class Watch:
                 self.ran.append((device, name))
             else:
                 self.most_held = max(self.most_held, len(table[device]))
-                assert len(table[device]) <= 2, "three units in two halves"
+                spans = sorted((begin, begin + size) for _, begin, size in table[device])
+                assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans)), "two in one place"
+                assert sum(end - begin for begin, end in spans) + WORK_BYTES <= ROOM_BYTES
 
     def took(self, seconds):
         with self.lock:
@@ -41,45 +46,58 @@ class Watch:
             table[device].remove(name)
 
 
-def member(name, turns, watch, *, rows, unit_s, dies_after=None):
-    """A model of so many batches and units, which does as `Pooled` does."""
+def member(name, turns, watch, *, rows, unit_s, dies_after=None, sizes=(MOVED_BYTES,)):
+    """A model of so many batches and units, which does as `Pooled` does; batches of several sizes take turns."""
     count = 0
+    promised = None
     for left in range(len(rows) - 1, -1, -1):
-        turns.ready([unit_s] * rows[left], after_s=left * unit_s * rows[left])
-        device = None
-        for unit in range(rows[left]):
-            if device is None:
-                promised = turns.promised is not None
-                device = turns.wait_for_room()
-                if not promised:
-                    watch.enter(watch.held, device, name)
-            follows = turns.wait_for_turn()
-            if follows:
-                watch.enter(watch.held, device, name)
+        units, size = rows[left], sizes[left % len(sizes)]
+        if promised is not None and promised[2] < size:
+            watch.leave(watch.held, promised[0], (name, *promised[1:]))
+            turns.gone(*promised[:2])
+            promised = None
+        turns.ready(
+            [unit_s] * units,
+            moved_bytes=[size] * units,
+            work_bytes=[WORK_BYTES] * units,
+            room_bytes=ROOM_BYTES,
+            after_s=left * unit_s * units,
+        )
+        here, promised = promised, None
+        for unit in range(units):
+            if here is None:
+                here = (*turns.wait_for_room(), size)
+                watch.enter(watch.held, here[0], (name, *here[1:]))
+            following = turns.wait_for_turn()
+            there = None if following is None else (here[0], following, size)
+            if there is not None:
+                watch.enter(watch.held, there[0], (name, *there[1:]))
             if count == dies_after:
-                watch.leave(watch.held, device, name)
-                if follows:
-                    watch.leave(watch.held, device, name)
+                for one in (here, there):
+                    if one is not None:
+                        watch.leave(watch.held, one[0], (name, *one[1:]))
                 turns._socket.close()
                 return
-            watch.enter(watch.running, device, name)
+            watch.enter(watch.running, here[0], name)
             began_s = time.monotonic()
             time.sleep(unit_s)
             watch.took(time.monotonic() - began_s)
-            watch.leave(watch.running, device, name)
+            watch.leave(watch.running, here[0], name)
             turns.ran(unit_s)
-            watch.leave(watch.held, device, name)
-            turns.gone(device)
+            watch.leave(watch.held, here[0], (name, *here[1:]))
+            turns.gone(*here[:2])
             count += 1
-            if follows and unit == rows[left] - 1:
-                assert left > 0, "it has no more units"
-                turns.promised = device
-            device = device if follows else None
+            if unit == units - 1:
+                assert there is None or left > 0, "it has no more units"
+                promised = there
+            here = there
 
 
 def played(models, *, devices, **options):
     pairs = {name: socket.socketpair() for name in models}
-    arbiter = Arbiter({name: ours for name, (ours, _) in pairs.items()}, devices=devices, **options)
+    arbiter = Arbiter(
+        {name: ours for name, (ours, _) in pairs.items()}, devices=devices, memory_bytes=ROOM_BYTES, **options
+    )
     watch = Watch()
     threads = [
         threading.Thread(target=member, args=(name, Turns(pairs[name][1]), watch), kwargs=models[name], daemon=True)
@@ -103,7 +121,13 @@ def test_units_take_turns(count, devices):
     models = {f"m{i}": {"rows": [2 + i % 3] * (2 + i), "unit_s": 0.002} for i in range(count)}
     watch, _ = played(models, devices=devices)
     assert len(watch.ran) == sum(sum(one["rows"]) for one in models.values())
-    assert watch.most_held <= 2
+    assert watch.most_held <= 3
+
+
+def test_what_is_large_has_its_turn_among_what_is_small():
+    models = {f"m{i}": {"rows": [3] * 6, "unit_s": 0.002, "sizes": (20 + 6 * i, 45)} for i in range(4)}
+    watch, _ = played(models, devices=2)
+    assert len(watch.ran) == 4 * 18
 
 
 @pytest.mark.alone

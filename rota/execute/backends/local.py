@@ -146,20 +146,29 @@ class LocalBackend:
     def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:
         """A worker for each task, and a thread that lets them take turns."""
         from rota.memory.arbiter import Arbiter
+        from rota.memory.arena import make_arena
 
         members = [self._devices[name] for name in devices]
+        memory_bytes = min(one.memory_bytes for one in members)
         names = tuple(f"{'+'.join(devices)} {number}" for number in range(1, count + 1))
         ours: dict[str, socket.socket] = {}
-        for name in names:
-            ours[name], theirs = socket.socketpair()
-            self._devices[name] = dataclasses.replace(
-                members[0],
-                cores=tuple(sorted({core for one in members for core in one.cores})),
-                memory_bytes=min(one.memory_bytes for one in members),
-            )
-            with theirs:
-                self._add(name, _WorkerProcess(name, self._devices[name], theirs, tuple(one.cores for one in members)))
-        pool = _Pool(arbiter=Arbiter(ours, devices=len(devices)), places=set(names))
+        arenas = [make_arena(memory_bytes) for _ in members]
+        try:
+            for name in names:
+                ours[name], theirs = socket.socketpair()
+                self._devices[name] = dataclasses.replace(
+                    members[0],
+                    cores=tuple(sorted({core for one in members for core in one.cores})),
+                    memory_bytes=memory_bytes,
+                )
+                with theirs:
+                    seat = PoolSeat(turns=theirs, cores=tuple(one.cores for one in members), arenas=tuple(arenas))
+                    self._add(name, _WorkerProcess(name, self._devices[name], seat))
+        finally:
+            for arena in arenas:
+                os.close(arena)
+        arbiter = Arbiter(ours, devices=len(devices), memory_bytes=memory_bytes)
+        pool = _Pool(arbiter=arbiter, places=set(names))
         self._pools |= dict.fromkeys(names, pool)
         return names
 
@@ -306,6 +315,18 @@ def _import_path() -> tuple[str, ...]:
     return tuple(entry or os.getcwd() for entry in sys.path)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolSeat:
+    """What a worker in a pool is started with."""
+
+    turns: socket.socket
+    """Where it takes its turns, on devices"""
+    cores: tuple[tuple[int, ...], ...]
+    """with these cores,"""
+    arenas: tuple[int, ...]
+    """and this memory, as open files."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Pool:
     """Tasks that share devices."""
@@ -378,14 +399,8 @@ class Peer:
 class _WorkerProcess(Peer):
     """A worker on this machine."""
 
-    def __init__(
-        self,
-        name: str,
-        device: Device,
-        turns: socket.socket | None = None,
-        pool_cores: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
-        """`turns` is where one in a pool takes its turns, on devices with these cores."""
+    def __init__(self, name: str, device: Device, seat: PoolSeat | None = None) -> None:
+        """`seat` is that of one in a pool."""
         super().__init__(name)
         self._cpu_s = 0.0
         self._cpu_since_s = time.monotonic()
@@ -393,7 +408,7 @@ class _WorkerProcess(Peer):
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self.process = spawn(device, theirs, self._output, turns, pool_cores)
+            self.process = spawn(device, theirs, self._output, seat)
         self.socket.setblocking(False)
 
     def exit_code(self) -> int | None:
@@ -459,8 +474,7 @@ def spawn(
     device: Device,
     theirs: socket.socket,
     output: IO[bytes],
-    turns: socket.socket | None,
-    pool_cores: tuple[tuple[int, ...], ...],
+    seat: PoolSeat | None = None,
     more: Mapping[str, str] | None = None,
     keeper: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
@@ -472,12 +486,13 @@ def spawn(
         memory_bytes=device.memory_bytes,
         parent=os.getpid(),
         keeper=-1 if keeper is None else keeper.fileno(),
-        pool_socket=-1 if turns is None else turns.fileno(),
-        pool_cores=pool_cores,
+        pool_socket=-1 if seat is None else seat.turns.fileno(),
+        pool_cores=() if seat is None else seat.cores,
+        pool_arenas=() if seat is None else seat.arenas,
     )
-    threads = str(max(1, len(pool_cores[0] if pool_cores else device.cores)))
+    threads = str(max(1, len(device.cores if seat is None else seat.cores[0])))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    environment.setdefault(*(HUGE_PAGES if turns is None else REUSED))
+    environment.setdefault(*(HUGE_PAGES if seat is None else REUSED))
     if device.kind == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
     else:
@@ -493,5 +508,8 @@ def spawn(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        pass_fds=[one.fileno() for one in (theirs, turns, keeper) if one is not None],
+        pass_fds=[
+            *(one.fileno() for one in (theirs, keeper, None if seat is None else seat.turns) if one is not None),
+            *(() if seat is None else seat.arenas),
+        ],
     )

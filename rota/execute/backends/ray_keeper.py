@@ -91,7 +91,7 @@ class Keeper:
             more["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
         self._line, its = socket.socketpair()
         with its, handshake.connect(address, key, number, timeout_s=ANSWER_S) as theirs:
-            self._process = spawn(device, theirs, self._output, None, (), more, its)
+            self._process = spawn(device, theirs, self._output, None, more, its)
         return self._process.pid
 
     def connect(self, address: tuple[str, int], key: bytes, number: bytes) -> bool:
