@@ -13,9 +13,9 @@ own, all of them training the same models for the same steps (AdamW, 1,024 token
 - static: whole models are assigned to devices, longest first; each device trains its models one after another, and
   spills as `rota.strategies.spill` does.
 
-The bound is max(work / devices, longest model), the work being what the models take in memory on one core while the
-other core does the same: the two share the machine's memory. With an idle neighbour it is `of_idle_bound`. On the
-virtual clock, twelve models with the measured units share eight devices; model parallelism and GPipe (8 micro-batches)
+The bound is max(work / devices, longest model), the work being what the models take in memory on one core, one after
+another and all of their steps, while the other core does the same: the two share the machine's memory. On the virtual
+clock, twelve models with the measured units share eight devices; model parallelism and GPipe (8 micro-batches)
 are taken at their best there: stages of equal length, and communication for nothing.
 """
 
@@ -110,7 +110,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-SHAPES = [(512, 6, 4), (640, 5, 5), (768, 4, 4), (512, 8, 3), (640, 8, 3), (768, 6, 2), (512, 10, 3), (640, 6, 6)]
+SHAPES = [(512, 6, 8), (640, 5, 10), (768, 4, 8), (512, 8, 6), (640, 8, 6), (768, 6, 4), (512, 10, 6), (640, 6, 12)]
 """Width, depth, steps."""
 
 
@@ -123,13 +123,9 @@ def main() -> None:
         for number, (width, depth, steps) in enumerate(shapes)
     ]
     budget_bytes = (160 if not chosen.quick else 112) * 2**20
-    idle = run_arm("idle", models, budget_bytes)["step_s"]
-    alone = run_arm("alone", models, budget_bytes)["step_s"]
-    lengths = {one.name: alone[one.name] * one.steps for one in models}
-    bound_s, idle_bound_s = (
-        lower_bound_s([Work(name=one.name, units_s=(took[one.name],), steps=one.steps) for one in models], DEVICES)
-        for took in (alone, idle)
-    )
+    lengths: dict[str, float] = run_arm("alone", models, budget_bytes)["took_s"]
+    works = [Work(name=name, units_s=(took_s,), steps=1) for name, took_s in lengths.items()]
+    bound_s = lower_bound_s(works, DEVICES)
     found: dict[str, list[dict[str, Any]]] = {}
     arms = ["sharp", "model_parallel", "static"] + (["gpipe_4"] if chosen.quick else ["gpipe_4", "gpipe_8"])
     for _ in range(1 if chosen.quick else 2):
@@ -147,7 +143,6 @@ def main() -> None:
     details = {
         "makespans_s": took,
         "bound_s": bound_s,
-        "of_idle_bound": idle_bound_s / took["sharp"],
         "static_of_bound": bound_s / took["static"],
         "state_over_budget": [round(one.state_bytes / budget_bytes, 1) for one in models],
         "peak_over_budget": found["sharp"][-1]["peak_over_budget"],
@@ -200,10 +195,9 @@ def run_arm(
             "folder": folder,
             "lengths": lengths or {},
         }
-        if arm in ("alone", "idle"):
-            rows = [_started({**told, "core": core}, environment) for core in range(DEVICES if arm == "alone" else 1)]
-            both = [one["step_s"] for one in _ended(rows)]
-            return {"step_s": {one.name: statistics.mean(part[one.name] for part in both) for one in models}}
+        if arm == "alone":
+            both = [one["took_s"] for one in _ended([_started({**told, "core": core}, environment) for core in (0, 1)])]
+            return {"took_s": {one.name: statistics.mean(part[one.name] for part in both) for one in models}}
         if arm == "sharp":
             return _pool(told, models, environment)
         if arm == "static":
@@ -283,9 +277,9 @@ def arm_main(told: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     models = [Setting(**one) for one in told["models"]]
     arm, folder = told["arm"], Path(told["folder"])
-    if arm in ("alone", "idle"):
+    if arm == "alone":
         os.sched_setaffinity(0, {told["core"]})
-        return {"step_s": {one.name: _alone_s(one) for one in models}}
+        return {"took_s": {one.name: _alone_s(one) for one in models}}
     if arm == "sharp":
         return _sharp(models[0], told["budget_bytes"], folder / models[0].name, told["turns"], told["arenas"])
     if arm == "static":
@@ -297,15 +291,12 @@ def arm_main(told: dict[str, Any]) -> dict[str, Any]:
 def _alone_s(setting: Setting) -> float:
     model = setting.model()
     optimizer = optimizer_of(model)
-    times = []
-    for number in range(3):
-        batch = setting.batch(number)
-        begun_s = time.perf_counter()
+    begun_s = time.perf_counter()
+    for number in range(setting.steps):
         optimizer.zero_grad()
-        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, setting.batch(number)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        times.append(time.perf_counter() - begun_s)
-    return min(times)
+    return time.perf_counter() - begun_s
 
 
 class _Timed(Turns):

@@ -28,6 +28,8 @@ from rota.plan.program import Program
 from rota.runtime.footprint import Footprints
 
 _FEWEST, _MOST = 2, 256
+_FINER = 1.5
+"""Times as many shards are tried next: the fewer there are, the less is spent between them."""
 _AT_ONCE, _LEAST_AT_ONCE = 3, 2
 """Units of which a device should have, and must have, what moves."""
 
@@ -68,7 +70,7 @@ def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int, costs: Cost
                 fits = fits or found
                 if len(units) <= len(fits.units) and found is not fits:
                     break  # it cannot be cut any further
-            shards *= 2
+            shards = max(shards + 1, int(_FINER * shards))
         if fits is not None:
             return fits
     assert refused is not None
