@@ -77,8 +77,10 @@ def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, t
     expected = expected_model(devices=1)
     assert [row["train/loss"] for row in result.history("wide")] == [row["train/loss"] for row in expected.history]
     trained = load_file(tmp_path / "run" / "tasks" / "wide" / "model.safetensors")
-    for name, value in expected.model.state_dict().items():
-        assert torch.equal(trained[name], value), name
+    state = expected.model.state_dict()
+    # It failed once, and nobody knows why: if it does again, this tells how far apart which of them are.
+    apart = {name: float((trained[name] - value).abs().max()) for name, value in state.items()}
+    assert not any(apart.values()), (apart, err)
     assert not (tmp_path / "run" / "tasks" / "wide" / "checkpoints").exists()
 
 
