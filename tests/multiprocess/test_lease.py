@@ -45,6 +45,7 @@ class Far:
             "keeper": keeper.fileno(),
             "pool_socket": -1,
             "pool_cores": [],
+            "pool_arenas": [],
         }
         command = [sys.executable, "-P", "-c", START, json.dumps(settings)]
         with theirs, keeper:
