@@ -245,7 +245,7 @@ def _pool(told: dict[str, Any], models: list[Setting], environment: dict[str, st
         "units_s": {one["name"]: one["units_s"] for one in parts},
         "load_s": {one["name"]: one["load_s"] for one in parts},
         "busy_share": sum(one["busy_s"] for one in parts) / (DEVICES * makespan_s),
-        "peak_over_budget": max(one["peak_bytes"] for one in parts) / budget_bytes,
+        "peak_over_budget": arbiter.peak_bytes / budget_bytes,
     }
 
 
@@ -345,7 +345,6 @@ def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int, a
         "ended_s": ended_s,
         "busy_s": turns.busy_s,
         "units_s": way.units_s,
-        "peak_bytes": max(unit.device_bytes(2) for unit in way.units),
         # What a unit brings, on average, at the pace at which the disk gave it while all of this ran.
         "load_s": moved * made[0]._tiers.rates(usual).read_byte_s,
     }

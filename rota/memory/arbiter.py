@@ -26,10 +26,11 @@ class _Region:
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class DeviceMemory:
     """A device's memory: regions of what runs, comes and leaves, and what the one that runs needs beside them."""
 
     spans: Spans
+    peak_bytes: int = field(default=0, init=False)
     _regions: dict[int, _Region] = field(default_factory=dict, init=False)
     """where they begin -> what they are for"""
 
@@ -42,6 +43,7 @@ class Ledger:
         begin = self.spans.take(moved_bytes)
         if begin is not None:
             self._regions[begin] = _Region(name=name, work_bytes=work_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.spans.used_bytes + work)
         return begin
 
     def give(self, name: str, begin: int) -> None:
@@ -71,7 +73,7 @@ class Arbiter:
         """Each device has an arena of so many bytes; `wait` lets the first unit run only when every model has one."""
         self._connections = dict(connections)
         self._deframers = {name: channel.Deframer() for name in connections}
-        self._ledgers = [Ledger(spans=Spans(size_bytes=memory_bytes)) for _ in range(devices)]
+        self._memories = [DeviceMemory(spans=Spans(size_bytes=memory_bytes)) for _ in range(devices)]
         self._comes_to: dict[int, int] = {}
         """device -> where the region begins of what comes next"""
         self._ready: dict[str, UnitsReady] = {}
@@ -84,6 +86,11 @@ class Arbiter:
             self._selector.register(connection, selectors.EVENT_READ, name)
         self._thread = threading.Thread(target=self._serve, name="rota-arbiter", daemon=True)
         self._thread.start()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device had, of what was admitted."""
+        return max(memory.peak_bytes for memory in self._memories)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -118,7 +125,7 @@ class Arbiter:
             self._pool.add(name, message.units_s, after_s=message.after_s)
             self._waiting_for.discard(name)
         elif isinstance(message, UnitRan):
-            for device in range(len(self._ledgers)):
+            for device in range(len(self._memories)):
                 if self._pool.running(device) == name:
                     self._pool.ended(device)
         elif isinstance(message, UnitGone):
@@ -128,21 +135,21 @@ class Arbiter:
         """A region is gone; if nothing has come to it yet, what was to come there does not."""
         if self._pool.coming(device) == name and self._comes_to[device] == begin:
             self._pool.give_up(device)
-        self._ledgers[device].give(name, begin)
+        self._memories[device].give(name, begin)
 
     def _leave(self, name: str) -> None:
         """It has ended, or its process has: what it had is free."""
         self._pool.leave(name)
         self._waiting_for.discard(name)
         self._selector.unregister(self._connections[name])
-        for ledger in self._ledgers:
-            ledger.leave(name)
+        for memory in self._memories:
+            memory.leave(name)
 
     def _decide(self) -> None:
         if self._waiting_for:
             return
         for _ in range(2):  # first what runs, then what comes behind it
-            for device in range(len(self._ledgers)):
+            for device in range(len(self._memories)):
                 if self._pool.coming(device) is None:
                     chosen = self._choose(device)
                     if chosen is not None:
@@ -154,7 +161,7 @@ class Arbiter:
 
         def has_room(name: str, unit: int) -> bool:
             ready = self._ready[name]
-            begin = self._ledgers[device].take(
+            begin = self._memories[device].take(
                 name,
                 moved_bytes=ready.moved_bytes[unit],
                 work_bytes=ready.work_bytes[unit],

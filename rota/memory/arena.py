@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rota.errors import FitError
-from rota.memory.slab import ALIGNMENT
+from rota.memory.slab import rounded
 
 
 @dataclass(kw_only=True)
@@ -75,11 +75,6 @@ def make_arena(size_bytes: int) -> int:
             handle = os.dup(file.fileno())
     os.ftruncate(handle, rounded(size_bytes))
     return handle
-
-
-def rounded(size_bytes: int) -> int:
-    """To whole pages."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Region:

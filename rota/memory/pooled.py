@@ -54,7 +54,7 @@ def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int, costs: Cost
     refused: FitError | None = None
     for again in (False, True):
         fits: Fitting | None = None
-        shards = _FEWEST
+        shards, most_units = _FEWEST, 0
         while shards <= _MOST:
             cut = Cut(shards=shards, recomputed=frozenset(range(len(graph.ops)) if again else ()))
             program = cut.program(graph)
@@ -68,8 +68,9 @@ def cut_to_fit(graph: Graph, training: Training, *, room_bytes: int, costs: Cost
                 if max(unit.device_bytes(_AT_ONCE) for unit in units) <= room_bytes:
                     return found
                 fits = fits or found
-                if len(units) <= len(fits.units) and found is not fits:
+                if len(units) == most_units:
                     break  # it cannot be cut any further
+                most_units = len(units)
             shards = max(shards + 1, int(_FINER * shards))
         if fits is not None:
             return fits

@@ -131,8 +131,8 @@ class Shelf:
             dense = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             assert tensor.numel() in (0, dense), "a tensor with gaps"
             shapes.append(Shape(size=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype, offset_bytes=end))
-            end = _rounded(end + tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT)
-        return cls(shapes=tuple(shapes), size_bytes=max(ALIGNMENT, _rounded(end, ALIGNMENT)))
+            end = rounded(end + tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT)
+        return cls(shapes=tuple(shapes), size_bytes=max(ALIGNMENT, rounded(end, ALIGNMENT)))
 
 
 class Slab:
@@ -268,8 +268,9 @@ class _Part:
 
 def shelf_bytes(sizes_bytes: Iterable[int]) -> int:
     """What tensors of these sizes take in a slab."""
-    return _rounded(sum(_rounded(size, _TENSOR_ALIGNMENT) for size in sizes_bytes), ALIGNMENT)
+    return rounded(sum(rounded(size, _TENSOR_ALIGNMENT) for size in sizes_bytes), ALIGNMENT)
 
 
-def _rounded(size: int, alignment: int) -> int:
+def rounded(size: int, alignment: int = ALIGNMENT) -> int:
+    """Up to a multiple: of pages, if nothing is said."""
     return -(-size // alignment) * alignment

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rota.memory.arena import rounded
-from rota.memory.slab import ALIGNMENT
+from rota.memory.slab import ALIGNMENT, rounded
 from rota.memory.steps import FIXED, Step
 
 

@@ -208,7 +208,7 @@ def slowed(standing, seen, facts):
 @pytest.mark.alone
 def test_a_busy_core_is_answered_by_moving_work_and_forgiven(cli: Any, sweep_file: Any, tmp_path: Path) -> None:
     """A real straggler, and the policy that tasks have."""
-    text = _text('task("slow", "tensor", steps=110, every=1, balance=slowed)').replace("sweep = ", SLOWED + "sweep = ")
+    text = _text('task("slow", "tensor", steps=160, every=1, balance=slowed)').replace("sweep = ", SLOWED + "sweep = ")
     text = text.replace("width=48, depth=2, heads=6", "width=256, depth=1, heads=8")
     file = sweep_file(text=text.replace("batch_size=8", "batch_size=57"))
     run = tmp_path / "run"
@@ -219,12 +219,10 @@ def test_a_busy_core_is_answered_by_moving_work_and_forgiven(cli: Any, sweep_fil
     assert first.step <= 50
     assert first.shares[1] < 0.45
     assert "device 1 is" in first.why
-    # Whoever else uses the machine may slow either device meanwhile: that this one has work again is what counts.
-    assert (
-        max(move.shares[1] for move in moves if move.step > 60)
-        > 0.3
-        > max(move.shares[1] for move in moves if 20 < move.step <= 60)
-    )
+    assert max(move.shares[1] for move in moves if 20 < move.step <= 60) < 0.3
+    # Whoever else uses the machine slows either device for a second: what this one has on average counts.
+    afterwards = [next(move.shares[1] for move in reversed(moves) if move.step <= step) for step in range(80, 160)]
+    assert abs(sum(afterwards) / len(afterwards) - 0.5) < 0.2, moves
     _assert_plain(file, run, within=1e-9)
 
 

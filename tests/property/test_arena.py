@@ -1,6 +1,7 @@
 """Regions of a device's memory never overlap nor exceed it, and are free again when nobody uses them."""
 
 import gc
+import os
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.errors import FitError
-from rota.memory.arbiter import Ledger
+from rota.memory.arbiter import DeviceMemory
 from rota.memory.arena import Arena, Region, Spans, make_arena
 from rota.memory.slab import Slab
 
@@ -39,7 +40,7 @@ def test_spans_do_not_overlap_and_what_fits_an_empty_row_has_a_place_there(size,
 
 @given(room=st.integers(1, 100), steps=STEPS)
 def test_a_ledger_never_admits_more_than_there_is(room, steps):
-    ledger, held = Ledger(spans=Spans(size_bytes=100)), {}
+    ledger, held = DeviceMemory(spans=Spans(size_bytes=100)), {}
     for number, (takes, moved, work) in enumerate(steps):
         if takes:
             begin = ledger.take(str(number), moved_bytes=moved, work_bytes=work, room_bytes=room)
@@ -51,14 +52,13 @@ def test_a_ledger_never_admits_more_than_there_is(room, steps):
             ledger.give(held.pop(begin)[0], begin)
         assert sum(one[1] for one in held.values()) + max((one[2] for one in held.values()), default=0) <= room
         assert ledger.spans.used_bytes == sum(one[1] for one in held.values())
+        assert ledger.peak_bytes <= room
     for name, _, _ in held.values():
         ledger.leave(name)
     assert ledger.spans.used_bytes == 0
 
 
 def test_two_processes_would_see_the_same_bytes_and_nothing_beside_their_region():
-    import os
-
     handle = make_arena(4 * 4096)
     one, other = Arena(os.dup(handle)), Arena(handle)
     first = Region(one, 0, 2 * 4096, gone=lambda: None)
