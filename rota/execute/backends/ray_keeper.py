@@ -16,6 +16,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,8 +24,10 @@ import psutil
 import ray as untyped_ray
 
 from rota.cluster.device import Device
+from rota.cluster.discover import available_cores
 from rota.errors import InputError
 from rota.execute.backends import handshake
+from rota.execute.backends.cores import ClaimedCore, claim_core
 from rota.execute.backends.local import end_process, last_line, spawn
 from rota.execute.backends.ray_nodes import ANSWER_S
 from rota.runtime.link import ORPHAN_S, clock_s, hand_over
@@ -51,6 +54,7 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
         self._line: socket.socket | None = None
+        self._core: ClaimedCore | None = None
         self._called_s = time.monotonic()
         self._raylet = os.getppid()
         threading.Thread(target=self._end_when_forgotten, daemon=True).start()
@@ -90,9 +94,16 @@ class Keeper:
         if device.kind == "cuda":  # the one that Ray gave to this actor; never run
             more["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
         self._line, its = socket.socketpair()
+        pinned = self._pinned(device)
         with its, handshake.connect(address, key, number, timeout_s=ANSWER_S) as theirs:
-            self._process = spawn(device, theirs, self._output, None, more, its)
+            self._process = spawn(pinned, theirs, self._output, None, more, its)
         return self._process.pid
+
+    def _pinned(self, device: Device) -> Device:
+        """As on one machine a worker has a core for itself, if Ray gives out this node's cores one by one."""
+        if device.kind == "cpu" and self._core is None:
+            self._core = claim_core(_whole_cores(), first=device.index)
+        return device if self._core is None else replace(device, cores=(self._core.core,))
 
     def connect(self, address: tuple[str, int], key: bytes, number: bytes) -> bool:
         """Connect the worker with another controller; False if there is none."""
@@ -136,6 +147,17 @@ class Keeper:
             if one is not None:
                 one.close()
         self._process = self._output = self._line = None
+
+
+def _whole_cores() -> tuple[int, ...]:
+    """Those of this node, if it has as many as Ray counts.
+
+    A container that may use a part of each core, or a node that shares its machine with others, counts fewer.
+    """
+    here = ray_.get_runtime_context().get_node_id()
+    counted = [node["Resources"].get("CPU", 0) for node in ray_.nodes() if node["NodeID"] == here]
+    cores = available_cores()
+    return cores if counted == [len(cores)] else ()
 
 
 def _remove_leftovers() -> None:
