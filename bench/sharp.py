@@ -48,7 +48,7 @@ from rota.memory.pooling import Pooling
 from rota.memory.sharp import Work, lower_bound_s, play
 from rota.memory.turns import Turns
 from rota.runtime import comm
-from rota.runtime.limits import HUGE_PAGES, REUSED, anonymous_bytes, hold_freed_memory, return_freed_memory
+from rota.runtime.limits import anonymous_bytes, prepare, return_freed_memory
 from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
 from rota.strategies import pool, spill
@@ -186,7 +186,7 @@ def run_arm(
     """An arm in a process of its own."""
     environment = dict(os.environ)
     if arm in ("sharp", "static"):  # as workers are started
-        environment.setdefault(*(HUGE_PAGES if arm == "static" else REUSED))
+        prepare(environment)
     with tempfile.TemporaryDirectory(dir=os.getcwd(), prefix=".bench-sharp-") as folder:
         told = {
             "arm": arm,
@@ -354,7 +354,7 @@ def _sharp(setting: Setting, budget_bytes: int, folder: Path, connection: int, a
 
 def _prepared(task: Task, budget_bytes: int, folder: Path, chosen: Any) -> Training:
     """A task before its first step; what comes before is not counted, and the budget is for what moves."""
-    (hold_freed_memory if task.strategy == pool() else return_freed_memory)(budget_bytes)
+    return_freed_memory(budget_bytes)
     room = room_of(task, device=torch.device("cpu"), folder=folder, memory_bytes=2**34)
     assert room is not None
     training = Training(task, device=torch.device("cpu"), choose=chosen, room=room)

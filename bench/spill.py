@@ -28,7 +28,7 @@ from typing import Any
 
 from bench import harness
 from bench.spill_arm import Setting
-from rota.runtime.limits import HUGE_PAGES
+from rota.runtime.limits import prepare
 
 OVER = 8
 WARM = 3
@@ -161,7 +161,7 @@ def started(setting: Setting) -> Iterator[Arm]:
     """An arm, in a process and a folder of its own."""
     environment = dict(os.environ)
     if setting.arm != "memory":  # plain PyTorch is no faster with it
-        environment.setdefault(*HUGE_PAGES)
+        prepare(environment)
     with tempfile.TemporaryDirectory(dir=os.getcwd(), prefix=".bench-spill-") as folder:
         command: Sequence[str] = [
             sys.executable,

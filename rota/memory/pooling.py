@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
+
 from rota.cluster.device import format_bytes
 from rota.errors import FitError, TaskError
 from rota.graph.graph import Graph
@@ -73,6 +75,10 @@ class Pooling(Spilling):
             batches=training.batches,
             seed=self._parts.task.seed,
         )
+
+    def _most_held_bytes(self, budget_bytes: int) -> int:
+        """No bound: what a unit makes is on no device, and as much in each step."""
+        return psutil.virtual_memory().total
 
     def _look_again(self) -> None:
         """There is nothing to plan: what is where follows from whose turn it is."""

@@ -14,10 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from rota.errors import FitError
+from rota.runtime.reservoir import reservoir
 
 ALIGNMENT = 4096
 """Of what is read and written without the page cache."""
 _TENSOR_ALIGNMENT = 64
+PAGED_BYTES = 2**20
+"""Tensors from this size on have pages of their own where that spares a copy."""
 _HUGE = 2 * 2**20
 
 
@@ -44,8 +47,9 @@ class Ledger(Protocol):
 class Budget:
     """Admits bytes as long as there is room. Every byte of a slab is counted until nobody uses its memory any more.
 
-    Memory that nobody uses is kept for the next slab of its size as long as nothing else needs the room: the system
-    would have to make it zero once more before it is read into.
+    Memory that nobody uses is kept for the next slab as long as nothing else needs the room, because the system would
+    have to make it zero once more before it is read into: by the reservoir that tensors have theirs from, too; in a
+    process without one, for a slab of its size.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -76,8 +80,15 @@ class Budget:
         with self._lock:
             self.used_bytes -= size_bytes
 
-    def map(self, size_bytes: int, what: str) -> mmap.mmap:
+    def map(self, size_bytes: int, what: str) -> mmap.mmap | memoryview:
         """Memory of this size, which is taken; FitError if there is no room."""
+        held = reservoir()
+        if held is not None:
+            self.take(size_bytes, what)
+            memory = held.take(size_bytes)
+            if memory is not None:
+                return memory
+            self.give(size_bytes)
         with self._lock:
             spare = self._spare.get(size_bytes)
             found = spare.pop() if spare else None
@@ -97,10 +108,15 @@ class Budget:
             self._spare.clear()
             self._spare_bytes = 0
 
-    def put_back(self, memory: mmap.mmap, size_bytes: int) -> None:
+    def put_back(self, memory: mmap.mmap | memoryview, size_bytes: int) -> None:
         """Nobody uses it any more."""
+        held = reservoir()
         with self._lock:
             self.used_bytes -= size_bytes
+            if held is not None and isinstance(memory, memoryview):
+                held.give(memory)
+                return
+            assert isinstance(memory, mmap.mmap)
             self._spare.setdefault(size_bytes, []).append(memory)
             self._spare_bytes += size_bytes
 
@@ -123,15 +139,20 @@ class Shelf:
     size_bytes: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Shelf:
-        """One behind the other. Their strides stay, so that they must be dense."""
+    def of(cls, tensors: Sequence[torch.Tensor], *, paged: bool = False) -> Shelf:
+        """One behind the other. Their strides stay, so that they must be dense.
+
+        `paged`: large ones have pages of their own, so that they can be written from where they are (`Loose`).
+        """
         shapes = []
         end = 0
         for tensor in tensors:
+            alignment = ALIGNMENT if paged and tensor.nbytes >= PAGED_BYTES else _TENSOR_ALIGNMENT
+            end = rounded(end, alignment)
             dense = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             assert tensor.numel() in (0, dense), "a tensor with gaps"
             shapes.append(Shape(size=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype, offset_bytes=end))
-            end = rounded(end + tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT)
+            end = rounded(end + tensor.nbytes, alignment)
         return cls(shapes=tuple(shapes), size_bytes=max(ALIGNMENT, rounded(end, ALIGNMENT)))
 
 
@@ -187,17 +208,36 @@ class Loose:
         self._gone = gone
 
     def chunks(self, bounce: mmap.mmap) -> Iterator[memoryview]:
-        """All of it, piece by piece, each copied to memory that a disk can take it from."""
-        into = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
+        """All of it, piece by piece: from where it is if a disk can take it from there, and otherwise copied."""
         try:
-            for start in range(0, self.size_bytes, len(bounce)):
-                size = min(len(bounce), self.size_bytes - start)
-                for tensor, shape in zip(self._tensors, self._shelf.shapes, strict=True):
-                    _copy_part(into, start, start + size, tensor, shape.offset_bytes)
-                yield memoryview(bounce)[:size]
+            start = 0
+            for tensor, shape in zip(self._tensors, self._shelf.shapes, strict=True):
+                pages = _pages_of(tensor) if shape.offset_bytes % ALIGNMENT == 0 else None
+                if pages is not None:
+                    yield from self._copied(start, shape.offset_bytes, bounce)
+                    yield pages
+                    start = shape.offset_bytes + len(pages)
+            yield from self._copied(start, self.size_bytes, bounce)
         finally:
             self._tensors.clear()
             self._gone()
+
+    def _copied(self, start: int, stop: int, bounce: mmap.mmap) -> Iterator[memoryview]:
+        """What lies between these, in memory that a disk can take it from."""
+        into = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
+        for begin in range(start, stop, len(bounce)):
+            end = min(begin + len(bounce), stop)
+            for tensor, shape in zip(self._tensors, self._shelf.shapes, strict=True):
+                _copy_part(into, begin, end, tensor, shape.offset_bytes)
+            yield memoryview(bounce)[: end - begin]
+
+
+def _pages_of(tensor: torch.Tensor) -> memoryview | None:
+    """The whole pages that a large tensor begins and ends in, if nothing else can be in its first one."""
+    held, place = reservoir(), tensor.data_ptr()
+    if held is None or tensor.nbytes < PAGED_BYTES or place % ALIGNMENT or not held.has(place):
+        return None
+    return memoryview((ctypes.c_char * rounded(tensor.nbytes)).from_address(place)).cast("B")
 
 
 def _copy_part(into: int, start: int, stop: int, tensor: torch.Tensor, offset: int) -> None:
@@ -264,6 +304,11 @@ class _Part:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self._size_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 2}
+
+
+def paged_bytes(size_bytes: int) -> int:
+    """What tensors of this size in all take at most where large ones have pages of their own, but for small ones."""
+    return rounded(size_bytes + 2 * ALIGNMENT * (size_bytes // PAGED_BYTES + 1))
 
 
 def shelf_bytes(sizes_bytes: Iterable[int]) -> int:

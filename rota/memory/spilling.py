@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from rota.plan.program import NodeKind, Program, Segment
 from rota.runtime.choose import graph_of
 from rota.runtime.executor import Parts, Weights, free_device_bytes, numbers_of, on_device, placed
 from rota.runtime.gang import Gang, talking
+from rota.runtime.reservoir import reservoir
 from rota.state import files
 from rota.state.writer import Written
 from rota.store.run_folder import STORE_FOLDER
@@ -90,6 +92,7 @@ class Spilling:
         if parts.room is None:
             raise TaskError(f"{spill} needs a device of which the memory is known, and of {parts.device} it is not")
         self._parts = parts
+        self._closing = contextlib.ExitStack()
         self._gang = gang if gang is not None and gang.size > 1 else None
         self._rank = 0 if self._gang is None else self._gang.rank
         self._room = parts.room
@@ -144,7 +147,15 @@ class Spilling:
         self._steps = 0
         self._computed_s = 0.0
         """What the stages of the latest step took, without what they waited for."""
+        held_back = reservoir()
+        if far is None and held_back is not None and held_back.hold(self._most_held_bytes(first.budget_bytes)):
+            self._tiers.budget.trim()
+            self._closing.callback(held_back.let_go)
         notice(first.told)
+
+    def _most_held_bytes(self, budget_bytes: int) -> int:
+        """What large tensors take at most, those included that were freed: all that is counted, and nothing else."""
+        return budget_bytes
 
     def _bring_the_rest(self) -> None:
         """To a GPU: what is in no item, and may have been loaded while its parameter was on the host (never run)."""
@@ -490,6 +501,7 @@ class Spilling:
     def close(self) -> None:
         """End the threads that move, and let go of the files."""
         self._tiers.close()
+        self._closing.close()
         if self._rank > 0:
             files.remove(self._room.folder)
 

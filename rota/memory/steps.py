@@ -14,7 +14,7 @@ from typing import Literal
 from rota.graph.graph import ELEMENT_BYTES, Role
 from rota.graph.refine import local_shape
 from rota.memory.residency import Item, Stage
-from rota.memory.slab import shelf_bytes
+from rota.memory.slab import paged_bytes, shelf_bytes
 from rota.plan.box import Box
 from rota.plan.program import Node, NodeKind, Program, Segment, Source, Value
 from rota.runtime.footprint import Footprint, Footprints
@@ -481,7 +481,7 @@ def _tape_bytes(segment: Segment, found: Footprint) -> int:
     if segment.recompute:
         return 0
     size = found.kept + sum(size for size, kept in zip(found.exits, found.keeps_exit, strict=True) if kept)
-    return shelf_bytes([size]) + _PADDING_BYTES if size else 0
+    return paged_bytes(size) + _PADDING_BYTES if size else 0
 
 
 def _role(program: Program, tensor: str) -> Role:

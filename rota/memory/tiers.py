@@ -111,7 +111,7 @@ class Tiers:
             return
         held = self.held[item]
         tensors = held.tensors()
-        held.shelf = Shelf.of(tensors)
+        held.shelf = Shelf.of(tensors, paged=True)
         assert held.shelf.size_bytes <= held.size_bytes, f"{item}: {held.shelf.size_bytes}, not {held.size_bytes}"
         loose = Loose([tensor.detach() for tensor in tensors], held.shelf, gone=lambda: self.budget.give(taken_bytes))
         for tensor in tensors:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+
+from rota.runtime.reservoir import preload, reservoir
 
 HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 """In the environment of a process: large memory comes in pages of 2 MiB, which is faster where it is always new."""
-_WHOLE = "glibc.malloc.tcache_count=0"
-REUSED = (HUGE_PAGES[0], f"{HUGE_PAGES[1]}:{_WHOLE}")
-"""In the environment of a process that holds freed memory. PyTorch asks for aligned memory, for which some bytes are
-cut off a block; in glibc's cache of small blocks they would stay apart, and the block would be too small for the next
-tensor of its size: many times as much memory as is in use was held so."""
-_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SMALL_BYTES, _LARGE_BYTES = 2**16, 2**20
 _SHARE = 1 / 4096
 """Of the memory of a device: tensors from that size on, within these bounds, are given back when they are freed."""
 _USUAL_BYTES = 32 * 2**20
 """Where glibc ends up by itself; what is free at the end of its memory it then keeps up to twice that."""
 
-_FAST_BYTES = 128
-"""Smaller blocks are not put together again by glibc when they are freed, as usual."""
+
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """Have a process that is started with this get new memory cheaply, and able to hold what it frees."""
+    environment.setdefault(*HUGE_PAGES)
+    preload(environment)
 
 
 @contextlib.contextmanager
@@ -67,6 +66,9 @@ def anonymous_bytes() -> int:
 
 def give_back() -> None:
     """Give freed memory that is kept for later back to the system (glibc)."""
+    held = reservoir()
+    if held is not None:
+        held.trim()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -75,7 +77,8 @@ def return_freed_memory(memory_bytes: int) -> None:
     """From now on, give the memory of tensors that are large for a device back to the system when they are freed.
 
     What is kept for the next ones cannot be used for anything else, and there can be more of it than of what is in use
-    (glibc). Memory that is always new takes time; where workers are started with huge pages, little of it.
+    (glibc). Memory that is always new takes time; where workers are started with huge pages, less of it. What a
+    reservoir serves does not come here.
     """
     _set_malloc(min(_LARGE_BYTES, max(_SMALL_BYTES, int(_SHARE * memory_bytes))))
 
@@ -85,25 +88,12 @@ def keep_freed_memory() -> None:
     _set_malloc(_USUAL_BYTES)
 
 
-def hold_freed_memory(memory_bytes: int) -> None:
-    """From now on, keep all of it for the next tensors, if the process was started so that they can have it.
-
-    For a task whose activations are not counted: it keeps the most that it took, also while others have their turn, and
-    new memory takes time. Otherwise as `return_freed_memory`.
-    """
-    if _WHOLE not in os.environ.get(REUSED[0], ""):
-        return_freed_memory(memory_bytes)
-        return
-    _set_malloc(_USUAL_BYTES, trim_bytes=2**31 - 1, fast_bytes=0)
-
-
-def _set_malloc(threshold_bytes: int, *, trim_bytes: int | None = None, fast_bytes: int = _FAST_BYTES) -> None:
+def _set_malloc(threshold_bytes: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
         # By itself it follows the other one, but not any more when that is set.
-        mallopt(_M_TRIM_THRESHOLD, 2 * threshold_bytes if trim_bytes is None else trim_bytes)
-        mallopt(_M_MXFAST, fast_bytes)
+        mallopt(_M_TRIM_THRESHOLD, 2 * threshold_bytes)
 
 
 def data_bytes() -> int:

@@ -193,9 +193,7 @@ class Loop:
             self._writer = executor.writer(self._written)
             if self._mirror is not None:
                 self._notice("its shards stay on the disk of its machine: the storage gets its model only")
-            # In a pool, what shards keep is on no device, and takes the same memory in each step.
-            freed = limits.return_freed_memory if self._seat is None else limits.hold_freed_memory
-            freed(self._memory_bytes)
+            limits.return_freed_memory(self._memory_bytes)
             self._while_running.callback(limits.keep_freed_memory)
             limits.give_back()
             if self._seat is None and self._device.type == "cpu":

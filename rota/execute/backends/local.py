@@ -25,8 +25,7 @@ from rota.cluster.device import Cluster, Device
 from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
 from rota.pickling import pickle_task
-from rota.runtime import channel
-from rota.runtime.limits import HUGE_PAGES, REUSED
+from rota.runtime import channel, limits
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.state.files import make_private_folder
@@ -492,7 +491,7 @@ def spawn(
     )
     threads = str(max(1, len(device.cores if seat is None else seat.cores[0])))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    environment.setdefault(*(HUGE_PAGES if seat is None else REUSED))
+    limits.prepare(environment)
     if device.kind == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
     else:

@@ -1,0 +1,433 @@
+/*
+ * Memory of large tensors that is used again instead of being made zero again, within a bound.
+ *
+ * Preloaded into a worker, it stands before the allocator for what PyTorch asks of it (posix_memalign) from 64 KiB on, as
+ * soon as it is told a bound. What is freed stays with the process for the next tensor, as long as no more than the bound
+ * is resident in all; then what is free goes back to the system first. Until it is told a bound, and for all that is
+ * smaller, the allocator that was there answers.
+ *
+ * Address space is reserved without memory. It is cut into granules of the size of a huge page, of which it is known
+ * whether they are resident and how much of each is used. Tensors lie in them page by page, each where it makes the fewest
+ * granules resident. A granule is writable only while it is resident, so that limits of the system count what is there.
+ * Small tensors have a zone of their own: one of them would keep a whole granule from going back.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define PAGE ((size_t)4096)
+#define GRANULE ((size_t)2 << 20)
+#ifndef MREMAP_DONTUNMAP /* Linux 5.7; before it, memory is made anew */
+#define MREMAP_DONTUNMAP 4
+#endif
+#define SMALL ((size_t)64 << 10)
+#define LARGE ((size_t)1 << 20)
+#define EXTENTS 65536
+
+struct extent {
+    size_t start, size; /* bytes from the beginning of its zone */
+    bool used;
+};
+
+struct zone {
+    char *base;
+    size_t size;
+    struct extent *extents; /* all of it, in order; no two free ones touch */
+    size_t count;
+    uint8_t *resident;  /* of each granule */
+    uint16_t *used_pages; /* of each granule */
+};
+
+static struct zone zones[2]; /* of large tensors, and of small ones */
+static size_t limit_bytes;   /* 0: nothing is served */
+static size_t resident_bytes, used_bytes, made_bytes;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void (*next_free)(void *);
+static void *(*next_realloc)(void *, size_t);
+static size_t (*next_usable)(void *);
+static int (*next_memalign)(void **, size_t, size_t);
+
+static void find_next(void) {
+    if (next_memalign)
+        return;
+    next_free = (void (*)(void *))dlsym(RTLD_NEXT, "free");
+    next_realloc = (void *(*)(void *, size_t))dlsym(RTLD_NEXT, "realloc");
+    next_usable = (size_t(*)(void *))dlsym(RTLD_NEXT, "malloc_usable_size");
+    next_memalign = (int (*)(void **, size_t, size_t))dlsym(RTLD_NEXT, "posix_memalign");
+}
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+static void after_fork(void) { pthread_mutex_unlock(&lock); }
+
+__attribute__((constructor)) static void begin(void) {
+    find_next();
+    pthread_atfork(before_fork, after_fork, after_fork);
+}
+
+static size_t up(size_t size, size_t to) { return (size + to - 1) / to * to; }
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static bool reserve(struct zone *zone, size_t size) {
+    size = up(size, GRANULE);
+    size_t granules = size / GRANULE;
+    size_t tables = up(granules * (sizeof *zone->resident + sizeof *zone->used_pages), PAGE);
+    size_t list = up(EXTENTS * sizeof *zone->extents, PAGE);
+    char *place = mmap(NULL, size + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *table = mmap(NULL, tables + list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED || table == MAP_FAILED) {
+        if (place != MAP_FAILED)
+            munmap(place, size + GRANULE);
+        if (table != MAP_FAILED)
+            munmap(table, tables + list);
+        return false;
+    }
+    zone->base = (char *)up((uintptr_t)place, GRANULE);
+    zone->size = size;
+    zone->extents = (struct extent *)table;
+    zone->used_pages = (uint16_t *)(table + list);
+    zone->resident = (uint8_t *)(zone->used_pages + granules);
+    zone->extents[0] = (struct extent){.start = 0, .size = size, .used = false};
+    zone->count = 1;
+    madvise(zone->base, size, MADV_HUGEPAGE);
+    return true;
+}
+
+/* The first extent that does not end before a place. */
+static size_t extent_at(const struct zone *zone, size_t place) {
+    size_t low = 0, high = zone->count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (zone->extents[middle].start + zone->extents[middle].size <= place)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void count_used(struct zone *zone, size_t start, size_t size, bool more) {
+    for (size_t at = start, end = start + size; at < end;) {
+        size_t granule = at / GRANULE, stop = least(end, (granule + 1) * GRANULE);
+        uint16_t pages = (uint16_t)((stop - at) / PAGE);
+        zone->used_pages[granule] += more ? pages : (uint16_t)-pages;
+        at = stop;
+    }
+}
+
+/* The bytes that would have to be made resident for something to lie there. */
+static size_t new_bytes(const struct zone *zone, size_t start, size_t size) {
+    size_t found = 0;
+    for (size_t granule = start / GRANULE; granule * GRANULE < start + size; granule++)
+        found += zone->resident[granule] ? 0 : GRANULE;
+    return found;
+}
+
+/* Where something lies best: where the least must be made resident, then in the smallest extent. */
+static bool place_for(const struct zone *zone, size_t size, size_t *extent, size_t *start) {
+    size_t best_new = SIZE_MAX, best_size = SIZE_MAX;
+    for (size_t i = 0; i < zone->count; i++) {
+        const struct extent *one = &zone->extents[i];
+        if (one->used || one->size < size)
+            continue;
+        size_t end = one->start + one->size, last = end - size;
+        bool before = false;
+        for (size_t at = one->start; at <= last && (best_new > 0 || one->size < best_size);) {
+            bool here = zone->resident[at / GRANULE];
+            if (at == one->start || here != before) { /* where a row of resident granules begins or ends */
+                size_t places[2] = {at, at >= one->start + size ? at - size : at};
+                for (int k = 0; k < 2; k++) {
+                    size_t found = new_bytes(zone, places[k], size);
+                    if (found < best_new || (found == best_new && one->size < best_size)) {
+                        best_new = found, best_size = one->size;
+                        *extent = i, *start = places[k];
+                    }
+                }
+            }
+            before = here;
+            at = (at / GRANULE + 1) * GRANULE;
+        }
+        if (best_new > 0 && last > one->start) { /* at its end, where the loop may not have come */
+            size_t found = new_bytes(zone, last, size);
+            if (found < best_new) {
+                best_new = found, best_size = one->size;
+                *extent = i, *start = last;
+            }
+        }
+    }
+    return best_new != SIZE_MAX;
+}
+
+struct granule {
+    struct zone *zone;
+    size_t number;
+};
+
+/* A granule that is resident and free, of the narrowest place: what is wide is of more use. Not one of those to keep. */
+static bool free_granule(const struct zone *keep_zone, size_t keep_start, size_t keep_size, struct granule *found) {
+    size_t narrowest = SIZE_MAX;
+    for (int k = 0; k < 2; k++) {
+        struct zone *zone = &zones[k];
+        for (size_t i = 0; i < zone->count; i++) {
+            const struct extent *one = &zone->extents[i];
+            if (one->used || one->size >= narrowest)
+                continue;
+            size_t first = up(one->start, GRANULE) / GRANULE, end = (one->start + one->size) / GRANULE;
+            for (size_t number = first; number < end; number++) {
+                size_t at = number * GRANULE;
+                bool kept = zone == keep_zone && at < keep_start + keep_size && at + GRANULE > keep_start;
+                if (zone->resident[number] && !kept) {
+                    *found = (struct granule){zone, number};
+                    narrowest = one->size;
+                    break;
+                }
+            }
+        }
+    }
+    return narrowest != SIZE_MAX;
+}
+
+static char *place_of(struct granule one) { return one.zone->base + one.number * GRANULE; }
+
+static void release(struct granule one) {
+    madvise(place_of(one), GRANULE, MADV_DONTNEED);
+    mprotect(place_of(one), GRANULE, PROT_NONE);
+    one.zone->resident[one.number] = 0;
+    resident_bytes -= GRANULE;
+}
+
+/* Give back what is free until no more than so much is resident, or all of it is used: who counts tensors knows why. */
+static void shrink(size_t to_bytes) {
+    struct granule one;
+    while (resident_bytes > to_bytes && free_granule(NULL, 0, 0, &one))
+        release(one);
+}
+
+static bool create(struct granule one) {
+    if (mprotect(place_of(one), GRANULE, PROT_READ | PROT_WRITE) != 0)
+        return false;
+    one.zone->resident[one.number] = 1;
+    resident_bytes += GRANULE;
+    made_bytes += GRANULE;
+    return true;
+}
+
+/* The memory of a free granule goes to another place, as it is: nothing is made zero. */
+static bool move(struct granule from, struct granule to) {
+    int how = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    if (mremap(place_of(from), GRANULE, GRANULE, how, place_of(to)) == MAP_FAILED)
+        return false;
+    mprotect(place_of(from), GRANULE, PROT_NONE);
+    from.zone->resident[from.number] = 0;
+    to.zone->resident[to.number] = 1;
+    return true;
+}
+
+static bool make_resident(struct zone *zone, size_t start, size_t size) {
+    for (size_t number = start / GRANULE; number * GRANULE < start + size; number++) {
+        struct granule here = {zone, number}, spare;
+        if (zone->resident[number])
+            continue;
+        bool full = resident_bytes + GRANULE > limit_bytes && free_granule(zone, start, size, &spare);
+        if (full && move(spare, here))
+            continue;
+        if (full)
+            release(spare);
+        if (!create(here))
+            return false;
+    }
+    return true;
+}
+
+static void insert(struct zone *zone, size_t at, struct extent one) {
+    memmove(&zone->extents[at + 1], &zone->extents[at], (zone->count - at) * sizeof one);
+    zone->extents[at] = one;
+    zone->count++;
+}
+
+static void erase(struct zone *zone, size_t at) {
+    zone->count--;
+    memmove(&zone->extents[at], &zone->extents[at + 1], (zone->count - at) * sizeof zone->extents[0]);
+}
+
+/* 0, ENOMEM if the system has no more, or -1 if there is no place here. */
+static int take(size_t size, void **found) {
+    size = up(size, PAGE);
+    struct zone *zone = &zones[size < LARGE];
+    size_t at, start;
+    if (zone->count + 2 > EXTENTS || !place_for(zone, size, &at, &start))
+        return -1;
+    if (!make_resident(zone, start, size))
+        return ENOMEM;
+    struct extent whole = zone->extents[at];
+    zone->extents[at] = (struct extent){.start = start, .size = size, .used = true};
+    if (start + size < whole.start + whole.size)
+        insert(zone, at + 1, (struct extent){.start = start + size, .size = whole.start + whole.size - start - size});
+    if (start > whole.start)
+        insert(zone, at, (struct extent){.start = whole.start, .size = start - whole.start});
+    count_used(zone, start, size, true);
+    used_bytes += size;
+    *found = zone->base + start;
+    return 0;
+}
+
+static struct zone *zone_of(const void *memory) {
+    for (int k = 0; k < 2; k++)
+        if ((const char *)memory >= zones[k].base && (const char *)memory < zones[k].base + zones[k].size)
+            return &zones[k];
+    return NULL;
+}
+
+static size_t size_at(struct zone *zone, const void *memory) {
+    size_t start = (size_t)((const char *)memory - zone->base);
+    const struct extent *one = &zone->extents[extent_at(zone, start)];
+    if (one->start != start || !one->used)
+        abort(); /* freed twice, or not the beginning: glibc would end the process, too */
+    return one->size;
+}
+
+static void give(struct zone *zone, void *memory) {
+    size_t size = size_at(zone, memory), start = (size_t)((char *)memory - zone->base);
+    size_t at = extent_at(zone, start);
+    zone->extents[at].used = false;
+    count_used(zone, start, size, false);
+    used_bytes -= size;
+    if (at + 1 < zone->count && !zone->extents[at + 1].used) {
+        zone->extents[at].size += zone->extents[at + 1].size;
+        erase(zone, at + 1);
+    }
+    if (at > 0 && !zone->extents[at - 1].used) {
+        zone->extents[at - 1].size += zone->extents[at].size;
+        erase(zone, at);
+    }
+    if (resident_bytes > limit_bytes)
+        shrink(limit_bytes);
+}
+
+/* ---- what is called by name, with a lock around it ---- */
+
+/* From now on serve what is asked for, with so much resident at most; false if no room can be reserved. */
+bool rota_reservoir_hold(size_t bytes, size_t reserve_bytes) {
+    pthread_mutex_lock(&lock);
+    if (zones[0].size < up(reserve_bytes, GRANULE) && used_bytes == 0) {
+        struct zone made[2];
+        if (reserve(&made[0], reserve_bytes) && reserve(&made[1], reserve_bytes)) {
+            shrink(0); /* what was reserved before stays reserved: it takes no memory */
+            zones[0] = made[0], zones[1] = made[1];
+        }
+    }
+    bool can = zones[1].size > 0;
+    limit_bytes = can ? bytes : 0;
+    if (can)
+        shrink(limit_bytes);
+    pthread_mutex_unlock(&lock);
+    return can;
+}
+
+/* Give all that is free back to the system, now. */
+void rota_reservoir_trim(void) {
+    pthread_mutex_lock(&lock);
+    shrink(0);
+    pthread_mutex_unlock(&lock);
+}
+
+/* What is resident, what is used of it, and what was made resident since the process began. */
+void rota_reservoir_count(size_t counts[3]) {
+    pthread_mutex_lock(&lock);
+    counts[0] = resident_bytes, counts[1] = used_bytes, counts[2] = made_bytes;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Memory, or NULL: nothing is served, or there is no more. */
+void *rota_reservoir_take(size_t size) {
+    void *found = NULL;
+    pthread_mutex_lock(&lock);
+    if (limit_bytes == 0 || take(size, &found) != 0)
+        found = NULL;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* Whether memory lies here: what lies here can be read up to the end of its last page. */
+bool rota_reservoir_has(const void *memory) { return zone_of(memory) != NULL; }
+
+/* What `take` gave is not needed any more. */
+void rota_reservoir_give(void *memory) {
+    pthread_mutex_lock(&lock);
+    give(zone_of(memory), memory);
+    pthread_mutex_unlock(&lock);
+}
+
+/* ---- in the place of the allocator's ---- */
+
+int posix_memalign(void **found, size_t alignment, size_t size) {
+    if (limit_bytes > 0 && size >= SMALL && alignment <= PAGE) {
+        pthread_mutex_lock(&lock);
+        int failed = limit_bytes > 0 ? take(size, found) : -1;
+        pthread_mutex_unlock(&lock);
+        if (failed >= 0)
+            return failed;
+    }
+    find_next();
+    return next_memalign(found, alignment, size);
+}
+
+void free(void *memory) {
+    struct zone *zone = memory ? zone_of(memory) : NULL;
+    if (!zone) {
+        find_next();
+        if (next_free)
+            next_free(memory);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    give(zone, memory);
+    pthread_mutex_unlock(&lock);
+}
+
+size_t malloc_usable_size(void *memory) {
+    struct zone *zone = memory ? zone_of(memory) : NULL;
+    if (!zone) {
+        find_next();
+        return next_usable(memory);
+    }
+    pthread_mutex_lock(&lock);
+    size_t size = size_at(zone, memory);
+    pthread_mutex_unlock(&lock);
+    return size;
+}
+
+void *realloc(void *memory, size_t size) {
+    if (!memory || !zone_of(memory)) {
+        find_next();
+        return next_realloc(memory, size);
+    }
+    if (size == 0) {
+        free(memory);
+        return NULL;
+    }
+    void *moved = malloc(size);
+    if (moved) {
+        memcpy(moved, memory, least(size, malloc_usable_size(memory)));
+        free(memory);
+    }
+    return moved;
+}
+
+void *reallocarray(void *memory, size_t count, size_t size) {
+    size_t bytes;
+    if (__builtin_mul_overflow(count, size, &bytes)) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    return realloc(memory, bytes);
+}

@@ -1,0 +1,154 @@
+"""Memory of large tensors that is used again instead of being made zero again, within a bound (reservoir.c).
+
+Workers are started with the library before their allocator; it is compiled once for a machine and a user, with the C
+compiler that is there. Where there is none, or the system is not Linux with glibc, everything works without, slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from rota.store.cache import cache_folder
+
+_SOURCE = Path(__file__).with_name("reservoir.c")
+_COMPILE_S = 60
+_RESERVED = 16
+"""Times as much address space as memory: what is not there takes none."""
+_LEAST_RESERVED_BYTES, _MOST_RESERVED_BYTES = 2**32, 2**40
+
+
+class UnavailableError(Exception):
+    """Why there is none here."""
+
+
+# ---- where processes are started ----
+
+
+def preload(environment: MutableMapping[str, str]) -> None:
+    """Have a process that is started with this environment stand ready to hold memory, if it can be done here."""
+    try:
+        library = str(compiled())
+    except UnavailableError:
+        return
+    others = environment.get("LD_PRELOAD", "")
+    environment["LD_PRELOAD"] = f"{library}:{others}" if others else library
+
+
+@functools.cache
+def compiled() -> Path:
+    """The library; UnavailableError says why there is none."""
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        raise UnavailableError("it is written for Linux with glibc")
+    source = _SOURCE.read_bytes()
+    name = hashlib.sha256(source + platform.machine().encode()).hexdigest()[:16]
+    folder = cache_folder() / "reservoir"
+    library = folder / f"{name}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_ours(library):
+            _compile(library)
+    except OSError as error:
+        raise UnavailableError(f"{folder} cannot be used ({error.strerror})") from error
+    return library
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether it is there and nobody else can have written it: it will be part of every worker."""
+    for path in (library.parent, library):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            return False
+        if facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UnavailableError(f"{path} can be written by others; remove it")
+    return True
+
+
+def _compile(library: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise UnavailableError("there is no C compiler; install one (gcc or clang)")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        options = ["-O2", "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-ldl", "-lpthread"]
+        try:
+            done = subprocess.run([compiler, *options], capture_output=True, text=True, timeout=_COMPILE_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UnavailableError(f"{compiler} does not work ({error})") from error
+        if done.returncode != 0:
+            raise UnavailableError(f"{compiler} does not compile it: {done.stderr.strip().splitlines()[-1:]}")
+        os.replace(made, library)
+
+
+# ---- in the process itself ----
+
+
+class Reservoir:
+    """The library, as a process has it."""
+
+    def __init__(self, library: Any) -> None:
+        self._hold = library.rota_reservoir_hold
+        self._hold.argtypes, self._hold.restype = [ctypes.c_size_t, ctypes.c_size_t], ctypes.c_bool
+        self._take = library.rota_reservoir_take
+        self._take.argtypes, self._take.restype = [ctypes.c_size_t], ctypes.c_void_p
+        self._give = library.rota_reservoir_give
+        self._give.argtypes, self._give.restype = [ctypes.c_void_p], None
+        self._has = library.rota_reservoir_has
+        self._has.argtypes, self._has.restype = [ctypes.c_void_p], ctypes.c_bool
+        self._trim = library.rota_reservoir_trim
+        self._trim.argtypes, self._trim.restype = [], None
+        self._count = library.rota_reservoir_count
+
+    def hold(self, limit_bytes: int) -> bool:
+        """From now on hold what is freed, with so much in all; False if the address space is not to be had."""
+        reserved_bytes = min(max(_LEAST_RESERVED_BYTES, _RESERVED * limit_bytes), _MOST_RESERVED_BYTES)
+        return bool(self._hold(limit_bytes, reserved_bytes))
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        self._hold(0, 0)
+
+    def trim(self) -> None:
+        """Give what is free back to the system."""
+        self._trim()
+
+    def take(self, size_bytes: int) -> memoryview | None:
+        """Memory that begins with a page; None if nothing is held now, or there is no more."""
+        place = self._take(size_bytes)
+        return None if place is None else memoryview((ctypes.c_char * size_bytes).from_address(place)).cast("B")
+
+    def give(self, memory: memoryview) -> None:
+        """What was taken is not needed any more."""
+        self._give(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+    def has(self, place: int) -> bool:
+        """Whether memory lies here: then it can be read to the end of its last page."""
+        return bool(self._has(place))
+
+    @property
+    def counts_bytes(self) -> tuple[int, int, int]:
+        """What is there, what of it is used, and what was made new since the process began."""
+        counts = (ctypes.c_size_t * 3)()
+        self._count(counts)
+        return counts[0], counts[1], counts[2]
+
+
+@functools.cache
+def reservoir() -> Reservoir | None:
+    """This process's, if it was started with one."""
+    try:
+        return Reservoir(ctypes.CDLL(None))
+    except (AttributeError, OSError, TypeError):
+        return None
