@@ -18,6 +18,7 @@ from rota.cli.options import json_option, print_json
 from rota.cluster import local
 from rota.cluster.device import format_bytes
 from rota.errors import RotaError
+from rota.runtime.reservoir import UnavailableError, compiled
 
 _NEEDED = ("torch", "numpy", "safetensors", "click", "rich", "psutil", "cloudpickle", "nvidia-ml-py")
 _MODULES = {"nvidia-ml-py": "pynvml"}
@@ -40,7 +41,17 @@ class Finding:
 @json_option
 def doctor(as_json: bool) -> None:
     """Check this installation and machine. Exits with 1 if something must be mended."""
-    findings = [_python(), *map(_package, _NEEDED), *_optional(), _torch(), _devices(), _sqlite(), _disk(), _pinning()]
+    findings = [
+        _python(),
+        *map(_package, _NEEDED),
+        *_optional(),
+        _torch(),
+        _devices(),
+        _sqlite(),
+        _disk(),
+        _pinning(),
+        _reservoir(),
+    ]
     broken = any(finding.state == "problem" for finding in findings)
     if as_json:
         print_json({"ok": not broken, "rota": __version__, "findings": [asdict(finding) for finding in findings]})
@@ -122,3 +133,13 @@ def _pinning() -> Finding:
     if hasattr(os, "sched_setaffinity"):
         return Finding(what="pinning", state="ok", text="workers are pinned to their cores")
     return Finding(what="pinning", state="warning", text="this system cannot pin a process to a core; speeds may vary")
+
+
+def _reservoir() -> Finding:
+    what = "memory"
+    try:
+        compiled()
+    except UnavailableError as error:
+        text = f"what tensors of spilled tasks free is not held for the next ones, which is slower: {error}"
+        return Finding(what=what, state="warning", text=text)
+    return Finding(what=what, state="ok", text="what tensors of spilled tasks free is held for the next ones")

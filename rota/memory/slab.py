@@ -145,15 +145,13 @@ class Shelf:
         `paged`: large ones have pages of their own, so that they can be written from where they are (`Loose`).
         """
         shapes = []
-        end = 0
-        for tensor in tensors:
-            alignment = ALIGNMENT if paged and tensor.nbytes >= PAGED_BYTES else _TENSOR_ALIGNMENT
-            end = rounded(end, alignment)
+        places, size_bytes = _places([tensor.nbytes for tensor in tensors], paged=paged)
+        for tensor, place in zip(tensors, places, strict=True):
             dense = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             assert tensor.numel() in (0, dense), "a tensor with gaps"
-            shapes.append(Shape(size=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype, offset_bytes=end))
-            end = rounded(end + tensor.nbytes, alignment)
-        return cls(shapes=tuple(shapes), size_bytes=max(ALIGNMENT, rounded(end, ALIGNMENT)))
+            size, stride = tuple(tensor.shape), tensor.stride()
+            shapes.append(Shape(size=size, stride=stride, dtype=tensor.dtype, offset_bytes=place))
+        return cls(shapes=tuple(shapes), size_bytes=max(ALIGNMENT, size_bytes))
 
 
 class Slab:
@@ -200,19 +198,19 @@ class Slab:
 class Loose:
     """Tensors that have memory of their own, on their way to disk as if they lay in a slab."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], shelf: Shelf, *, gone: Callable[[], None]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, gone: Callable[[], None]) -> None:
         """`gone` is told when their memory is not needed any more."""
-        self.size_bytes = shelf.size_bytes
+        self.shelf = Shelf.of(tensors, paged=True)
+        self.size_bytes = self.shelf.size_bytes
         self._tensors = list(tensors)
-        self._shelf = shelf
         self._gone = gone
 
     def chunks(self, bounce: mmap.mmap) -> Iterator[memoryview]:
         """All of it, piece by piece: from where it is if a disk can take it from there, and otherwise copied."""
         try:
             start = 0
-            for tensor, shape in zip(self._tensors, self._shelf.shapes, strict=True):
-                pages = _pages_of(tensor) if shape.offset_bytes % ALIGNMENT == 0 else None
+            for tensor, shape in zip(self._tensors, self.shelf.shapes, strict=True):
+                pages = _pages_of(tensor)
                 if pages is not None:
                     yield from self._copied(start, shape.offset_bytes, bounce)
                     yield pages
@@ -227,7 +225,7 @@ class Loose:
         into = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         for begin in range(start, stop, len(bounce)):
             end = min(begin + len(bounce), stop)
-            for tensor, shape in zip(self._tensors, self._shelf.shapes, strict=True):
+            for tensor, shape in zip(self._tensors, self.shelf.shapes, strict=True):
                 _copy_part(into, begin, end, tensor, shape.offset_bytes)
             yield memoryview(bounce)[: end - begin]
 
@@ -311,9 +309,19 @@ def paged_bytes(size_bytes: int) -> int:
     return rounded(size_bytes + 2 * ALIGNMENT * (size_bytes // PAGED_BYTES + 1))
 
 
-def shelf_bytes(sizes_bytes: Iterable[int]) -> int:
+def shelf_bytes(sizes_bytes: Iterable[int], *, paged: bool = False) -> int:
     """What tensors of these sizes take in a slab."""
-    return rounded(sum(rounded(size, _TENSOR_ALIGNMENT) for size in sizes_bytes), ALIGNMENT)
+    return _places(sizes_bytes, paged=paged)[1]
+
+
+def _places(sizes_bytes: Iterable[int], *, paged: bool) -> tuple[list[int], int]:
+    """Where each tensor begins, and where all of them end."""
+    found, end = [], 0
+    for size in sizes_bytes:
+        alignment = ALIGNMENT if paged and size >= PAGED_BYTES else _TENSOR_ALIGNMENT
+        found.append(rounded(end, alignment))
+        end = rounded(found[-1] + size, alignment)
+    return found, rounded(end)
 
 
 def rounded(size: int, alignment: int = ALIGNMENT) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -147,11 +148,23 @@ class Spilling:
         self._steps = 0
         self._computed_s = 0.0
         """What the stages of the latest step took, without what they waited for."""
-        held_back = reservoir()
-        if far is None and held_back is not None and held_back.hold(self._most_held_bytes(first.budget_bytes)):
-            self._tiers.budget.trim()
-            self._closing.callback(held_back.let_go)
+        self._hold(first.budget_bytes, far, notice)
+        # What is there now stays; to look through all of it for what nobody needs took a hundredth of a pool's time.
+        gc.collect()
+        gc.freeze()
+        self._closing.callback(gc.unfreeze)
         notice(first.told)
+
+    def _hold(self, budget_bytes: int, far: Far | None, notice: Callable[[str], None]) -> None:
+        """From now on what large tensors free stays for the next ones, within what is counted."""
+        held = reservoir()
+        if far is not None:
+            return
+        if held is None or not held.hold(self._most_held_bytes(budget_bytes)):
+            notice("freed memory is made anew each time, which is slower; `rota doctor` tells why")
+            return
+        self._tiers.budget.trim()
+        self._closing.callback(held.let_go)
 
     def _most_held_bytes(self, budget_bytes: int) -> int:
         """What large tensors take at most, those included that were freed: all that is counted, and nothing else."""

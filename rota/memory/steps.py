@@ -209,7 +209,8 @@ class _Builder:
                 moments = shelf_bytes(group.sizes_bytes * self._training.moments)
                 if moments:
                     self._items[group.moments] = Item(size_bytes=moments, lasting=True)
-                self._items[group.gradients] = Item(size_bytes=shelf_bytes(group.sizes_bytes), movable=not group.shared)
+                gradients = shelf_bytes(group.sizes_bytes, paged=True)  # they leave from where they were made
+                self._items[group.gradients] = Item(size_bytes=gradients, movable=not group.shared)
 
     def _last_backward(self, uses: Sequence[_Uses]) -> dict[int, list[Group]]:
         """the position of a node -> the groups whose gradients are complete with it"""

@@ -111,9 +111,9 @@ class Tiers:
             return
         held = self.held[item]
         tensors = held.tensors()
-        held.shelf = Shelf.of(tensors, paged=True)
-        assert held.shelf.size_bytes <= held.size_bytes, f"{item}: {held.shelf.size_bytes}, not {held.size_bytes}"
-        loose = Loose([tensor.detach() for tensor in tensors], held.shelf, gone=lambda: self.budget.give(taken_bytes))
+        loose = Loose([tensor.detach() for tensor in tensors], gone=lambda: self.budget.give(taken_bytes))
+        assert loose.size_bytes <= held.size_bytes, f"{item}: {loose.size_bytes}, not {held.size_bytes}"
+        held.shelf = loose.shelf
         for tensor in tensors:
             tensor.data = hollow_like(tensor)
         self._leaving[item] = self._mover.write(item, loose)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rota.runtime.limits import HUGE_PAGES
+from rota.runtime.reservoir import preload
 
 CHILD = """
 import dataclasses, gc, json, random, sys
@@ -106,8 +107,10 @@ def private_bytes(process):
     return info.rss - info.shared
 
 
-def measured(seed, folder):
+def measured(seed, folder, *, holds):
     environment = {**os.environ, HUGE_PAGES[0]: HUGE_PAGES[1], "OMP_NUM_THREADS": "1"}
+    if holds:
+        preload(environment)
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(seed), str(folder)],
         stdin=subprocess.PIPE,
@@ -143,16 +146,17 @@ def measured(seed, folder):
         process.wait()
 
 
-def check(seed, folder):
-    told, taken = measured(seed, folder)
+def check(seed, folder, *, holds=True):
+    told, taken = measured(seed, folder, holds=holds)
     assert told["state_bytes"] > 1.5 * told["memory_bytes"] or told["memory_bytes"] == 96 * 2**20
     assert taken <= 1.1 * told["memory_bytes"], (seed, taken / told["memory_bytes"], told)
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", [3])
-def test_measured_memory_stays_within_the_budget(seed, tmp_path):
-    check(seed, tmp_path)
+@pytest.mark.parametrize("holds", [True, False], ids=["held", "given back"])
+def test_measured_memory_stays_within_the_budget(seed, holds, tmp_path):
+    check(seed, tmp_path, holds=holds)
 
 
 @pytest.mark.deep

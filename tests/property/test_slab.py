@@ -30,8 +30,9 @@ def tensors_of(shapes, dtype):
 @settings(max_examples=60, deadline=None)
 def test_pieces_make_up_what_a_slab_would_hold(shapes, dtype, pages):
     tensors = tensors_of(shapes, dtype)
-    shelf, gone = Shelf.of(tensors), []
-    loose = Loose(tensors, shelf, gone=lambda: gone.append(True))
+    gone = []
+    loose = Loose(tensors, gone=lambda: gone.append(True))
+    shelf = loose.shelf
     slab = Slab(shelf.size_bytes, budget=Budget(shelf.size_bytes), what="all")
     end = 0
     for piece in loose.chunks(mmap.mmap(-1, pages * ALIGNMENT)):
@@ -48,10 +49,10 @@ def test_pieces_make_up_what_a_slab_would_hold(shapes, dtype, pages):
 
 def test_memory_is_given_back_when_it_is_written_and_when_it_cannot_be(tmp_path, monkeypatch):
     tensors = [torch.arange(5000.0), torch.ones(3, 7)]
-    shelf, gone = Shelf.of(tensors), []
+    shelf, gone = Shelf.of(tensors, paged=True), []
     store = Store(tmp_path / "store")
     mover = Mover(store)
-    mover.write("a", Loose(tensors, shelf, gone=lambda: gone.append("a"))).result(20)
+    mover.write("a", Loose(tensors, gone=lambda: gone.append("a"))).result(20)
     slab = Slab(shelf.size_bytes, budget=Budget(shelf.size_bytes), what="a")
     mover.load("a", slab).result(20)
     assert all(torch.equal(one, two) for one, two in zip(tensors, slab.tensors(shelf), strict=True))
@@ -61,7 +62,7 @@ def test_memory_is_given_back_when_it_is_written_and_when_it_cannot_be(tmp_path,
 
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        mover.write("a", Loose(tensors, shelf, gone=lambda: gone.append("b"))).result(20)
+        mover.write("a", Loose(tensors, gone=lambda: gone.append("b"))).result(20)
     assert gone == ["a", "b"]
     mover.close()
     store.close()

@@ -1,4 +1,4 @@
-"""Memory that was freed: kept for the next tensors, held, or given back."""
+"""Memory that was freed: kept for the next tensors, or given back (what is held: tests/property/test_reservoir.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rota.runtime.limits import HUGE_PAGES, REUSED
+from rota.runtime.limits import HUGE_PAGES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 
@@ -63,15 +63,4 @@ def test_kept_memory_is_used_again():
 
 def test_returned_memory_is_gone():
     _, most = measured("limits.return_freed_memory(2**28)", HUGE_PAGES)
-    assert most < 8 * 1024
-
-
-def test_held_memory_is_used_again_and_is_not_many_times_what_was_in_use():
-    faults, most = measured("limits.hold_freed_memory(2**28)", REUSED)
-    assert faults < 200
-    assert most < 2 * 28 * 1024  # what the first step made is there while the second one makes twice 8 MiB
-
-
-def test_memory_is_not_held_by_a_process_that_could_not_use_it_again():
-    _, most = measured("limits.hold_freed_memory(2**28)", HUGE_PAGES)
     assert most < 8 * 1024

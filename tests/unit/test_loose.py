@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 import sys
 import threading
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from rota.memory.slab import Loose, Shelf
+from rota.runtime.limits import prepare
 
 
 def written(tensors: list[torch.Tensor], bounce: mmap.mmap) -> bytes:
     """What a disk would be given."""
-    return b"".join(bytes(chunk) for chunk in Loose(tensors, Shelf.of(tensors), gone=lambda: None).chunks(bounce))
+    return b"".join(bytes(chunk) for chunk in Loose(tensors, gone=lambda: None).chunks(bounce))
 
 
 def test_it_lies_as_it_would_in_a_slab():
@@ -26,7 +28,7 @@ def test_it_lies_as_it_would_in_a_slab():
         torch.ones(5, dtype=torch.bool),
     ]
     data = written(tensors, mmap.mmap(-1, 4096))
-    for tensor, shape in zip(tensors, Shelf.of(tensors).shapes, strict=True):
+    for tensor, shape in zip(tensors, Shelf.of(tensors, paged=True).shapes, strict=True):
         if tensor.numel():
             flat = torch.frombuffer(
                 bytearray(data), dtype=tensor.dtype, count=tensor.numel(), offset=shape.offset_bytes
@@ -54,3 +56,41 @@ def test_the_thread_that_copies_makes_no_team_of_threads():
         torch.set_num_threads(threads)
     assert len(counts) == 2
     assert counts[1] <= counts[0]
+
+
+_SCRIPT = """
+import ctypes, mmap, random, torch
+from rota.memory.slab import Budget, Loose, Slab
+from rota.runtime.reservoir import reservoir
+
+held = reservoir()
+assert held.hold(2**28)
+dice = random.Random(0)
+for _ in range(30):
+    counts = [dice.choice([3, 1000, 2**18, 2**18 + 5, 2**19 - 1, 2**20]) for _ in range(dice.randint(1, 5))]
+    tensors = [torch.rand(count) for count in counts]
+    expected = [one.clone() for one in tensors]
+    loose, bounce = Loose(tensors, gone=lambda: None), mmap.mmap(-1, 2**16)
+    slab = Slab(loose.size_bytes, budget=Budget(2**28), what="all")
+    end = direct = 0
+    for piece in loose.chunks(bounce):
+        place = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+        direct += any(place == one.data_ptr() for one in tensors)
+        slab.bytes[end : end + len(piece)] = piece
+        end += len(piece)
+    assert end == loose.size_bytes
+    assert direct == sum(count >= 2**18 for count in counts), (direct, counts)
+    assert all(torch.equal(one, two) for one, two in zip(expected, slab.tensors(loose.shelf)))
+assert held.has(slab.flat.data_ptr())
+del slab, piece, tensors, expected, loose
+held.trim()
+assert held.counts_bytes[:2] == (0, 0), held.counts_bytes
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_large_tensors_that_lie_in_pages_of_their_own_are_not_copied():
+    environment = dict(os.environ)
+    prepare(environment)
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
