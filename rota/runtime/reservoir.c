@@ -6,9 +6,10 @@
  * is resident in all; then what is free goes back to the system first. Until it is told a bound, and for all that is
  * smaller, the allocator that was there answers.
  *
- * Address space is reserved without memory. It is cut into granules of the size of a huge page, of which it is known
- * whether they are resident and how much of each is used. Tensors lie in them page by page, each where it makes the fewest
- * granules resident. A granule is writable only while it is resident, so that limits of the system count what is there.
+ * Address space is reserved without memory. It is cut into granules of some huge pages each, of which it is known whether
+ * they are resident. Tensors lie in them page by page, each where it makes the fewest granules resident. Where too much
+ * would be resident, a free granule's memory is moved there, as it is. A granule is writable only while it is resident, so
+ * that limits of the system count what is there.
  * Small tensors have a zone of their own: one of them would keep a whole granule from going back.
  */
 #define _GNU_SOURCE
@@ -25,13 +26,14 @@
 #include <unistd.h>
 
 #define PAGE ((size_t)4096)
-#define GRANULE ((size_t)2 << 20)
+#define HUGE ((size_t)2 << 20)
 #ifndef MREMAP_DONTUNMAP /* Linux 5.7; before it, memory is made anew */
 #define MREMAP_DONTUNMAP 4
 #endif
 #define SMALL ((size_t)64 << 10)
 #define LARGE ((size_t)1 << 20)
 #define EXTENTS 65536
+#define GRANULES 4096 /* at most so many are resident: each may be a mapping of its own, of which there are 65,530 */
 
 struct extent {
     size_t start, size; /* bytes from the beginning of its zone */
@@ -41,14 +43,16 @@ struct extent {
 struct zone {
     char *base;
     size_t size;
+    char *reserved; /* and a table behind it, to be given back */
     struct extent *extents; /* all of it, in order; no two free ones touch */
     size_t count;
-    uint8_t *resident;  /* of each granule */
-    uint16_t *used_pages; /* of each granule */
+    uint8_t *resident; /* of each granule */
+    size_t top;        /* no granule from here on was ever resident */
 };
 
 static struct zone zones[2]; /* of large tensors, and of small ones */
 static size_t limit_bytes;   /* 0: nothing is served */
+static size_t granule = HUGE;
 static size_t resident_bytes, used_bytes, made_bytes;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -77,29 +81,47 @@ __attribute__((constructor)) static void begin(void) {
 static size_t up(size_t size, size_t to) { return (size + to - 1) / to * to; }
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
+static size_t table_bytes(size_t size) { return up(EXTENTS * sizeof(struct extent) + size / granule, PAGE); }
+
+/* What anybody may look up at any time is told last, and taken back first. */
+static void tell(struct zone *zone, char *base, size_t size) {
+    __atomic_store_n(&zone->size, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&zone->base, base, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&zone->size, size, __ATOMIC_SEQ_CST);
+}
+
 static bool reserve(struct zone *zone, size_t size) {
-    size = up(size, GRANULE);
-    size_t granules = size / GRANULE;
-    size_t tables = up(granules * (sizeof *zone->resident + sizeof *zone->used_pages), PAGE);
-    size_t list = up(EXTENTS * sizeof *zone->extents, PAGE);
-    char *place = mmap(NULL, size + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    char *table = mmap(NULL, tables + list, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (place == MAP_FAILED || table == MAP_FAILED) {
-        if (place != MAP_FAILED)
-            munmap(place, size + GRANULE);
+    int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    size = up(size, granule);
+    char *reserved = mmap(NULL, size + granule, PROT_NONE, how, -1, 0);
+    char *table = mmap(NULL, table_bytes(size), PROT_READ | PROT_WRITE, how, -1, 0);
+    if (reserved == MAP_FAILED || table == MAP_FAILED) {
+        if (reserved != MAP_FAILED)
+            munmap(reserved, size + granule);
         if (table != MAP_FAILED)
-            munmap(table, tables + list);
+            munmap(table, table_bytes(size));
         return false;
     }
-    zone->base = (char *)up((uintptr_t)place, GRANULE);
-    zone->size = size;
+    zone->reserved = reserved;
     zone->extents = (struct extent *)table;
-    zone->used_pages = (uint16_t *)(table + list);
-    zone->resident = (uint8_t *)(zone->used_pages + granules);
+    zone->resident = (uint8_t *)(zone->extents + EXTENTS);
     zone->extents[0] = (struct extent){.start = 0, .size = size, .used = false};
     zone->count = 1;
-    madvise(zone->base, size, MADV_HUGEPAGE);
+    zone->top = 0;
+    char *base = (char *)up((uintptr_t)reserved, granule);
+    madvise(base, size, MADV_HUGEPAGE);
+    tell(zone, base, size);
     return true;
+}
+
+/* Nothing of it is used. */
+static void unreserve(struct zone *zone) {
+    size_t size = zone->size;
+    if (size == 0)
+        return;
+    tell(zone, NULL, 0);
+    munmap(zone->reserved, size + granule);
+    munmap(zone->extents, table_bytes(size));
 }
 
 /* The first extent that does not end before a place. */
@@ -115,20 +137,11 @@ static size_t extent_at(const struct zone *zone, size_t place) {
     return low;
 }
 
-static void count_used(struct zone *zone, size_t start, size_t size, bool more) {
-    for (size_t at = start, end = start + size; at < end;) {
-        size_t granule = at / GRANULE, stop = least(end, (granule + 1) * GRANULE);
-        uint16_t pages = (uint16_t)((stop - at) / PAGE);
-        zone->used_pages[granule] += more ? pages : (uint16_t)-pages;
-        at = stop;
-    }
-}
-
 /* The bytes that would have to be made resident for something to lie there. */
 static size_t new_bytes(const struct zone *zone, size_t start, size_t size) {
     size_t found = 0;
-    for (size_t granule = start / GRANULE; granule * GRANULE < start + size; granule++)
-        found += zone->resident[granule] ? 0 : GRANULE;
+    for (size_t number = start / granule; number * granule < start + size; number++)
+        found += zone->resident[number] ? 0 : granule;
     return found;
 }
 
@@ -137,12 +150,12 @@ static bool place_for(const struct zone *zone, size_t size, size_t *extent, size
     size_t best_new = SIZE_MAX, best_size = SIZE_MAX;
     for (size_t i = 0; i < zone->count; i++) {
         const struct extent *one = &zone->extents[i];
-        if (one->used || one->size < size)
+        if (one->used || one->size < size || (best_new == 0 && one->size >= best_size))
             continue;
-        size_t end = one->start + one->size, last = end - size;
+        size_t last = one->start + one->size - size, until = least(last, zone->top);
         bool before = false;
-        for (size_t at = one->start; at <= last && (best_new > 0 || one->size < best_size);) {
-            bool here = zone->resident[at / GRANULE];
+        for (size_t at = one->start; at <= until || at == one->start;) {
+            bool here = zone->resident[at / granule];
             if (at == one->start || here != before) { /* where a row of resident granules begins or ends */
                 size_t places[2] = {at, at >= one->start + size ? at - size : at};
                 for (int k = 0; k < 2; k++) {
@@ -154,9 +167,9 @@ static bool place_for(const struct zone *zone, size_t size, size_t *extent, size
                 }
             }
             before = here;
-            at = (at / GRANULE + 1) * GRANULE;
+            at = (at / granule + 1) * granule;
         }
-        if (best_new > 0 && last > one->start) { /* at its end, where the loop may not have come */
+        if (best_new > 0 && last > one->start && last < zone->top) { /* at its end, where the loop may not have come */
             size_t found = new_bytes(zone, last, size);
             if (found < best_new) {
                 best_new = found, best_size = one->size;
@@ -167,13 +180,13 @@ static bool place_for(const struct zone *zone, size_t size, size_t *extent, size
     return best_new != SIZE_MAX;
 }
 
-struct granule {
+struct part {
     struct zone *zone;
     size_t number;
 };
 
 /* A granule that is resident and free, of the narrowest place: what is wide is of more use. Not one of those to keep. */
-static bool free_granule(const struct zone *keep_zone, size_t keep_start, size_t keep_size, struct granule *found) {
+static bool free_granule(const struct zone *keep_zone, size_t keep_start, size_t keep_size, struct part *found) {
     size_t narrowest = SIZE_MAX;
     for (int k = 0; k < 2; k++) {
         struct zone *zone = &zones[k];
@@ -181,12 +194,13 @@ static bool free_granule(const struct zone *keep_zone, size_t keep_start, size_t
             const struct extent *one = &zone->extents[i];
             if (one->used || one->size >= narrowest)
                 continue;
-            size_t first = up(one->start, GRANULE) / GRANULE, end = (one->start + one->size) / GRANULE;
+            size_t first = up(one->start, granule) / granule;
+            size_t end = least(one->start + one->size, zone->top) / granule;
             for (size_t number = first; number < end; number++) {
-                size_t at = number * GRANULE;
-                bool kept = zone == keep_zone && at < keep_start + keep_size && at + GRANULE > keep_start;
+                size_t at = number * granule;
+                bool kept = zone == keep_zone && at < keep_start + keep_size && at + granule > keep_start;
                 if (zone->resident[number] && !kept) {
-                    *found = (struct granule){zone, number};
+                    *found = (struct part){zone, number};
                     narrowest = one->size;
                     break;
                 }
@@ -196,48 +210,54 @@ static bool free_granule(const struct zone *keep_zone, size_t keep_start, size_t
     return narrowest != SIZE_MAX;
 }
 
-static char *place_of(struct granule one) { return one.zone->base + one.number * GRANULE; }
+static char *place_of(struct part one) { return one.zone->base + one.number * granule; }
 
-static void release(struct granule one) {
-    madvise(place_of(one), GRANULE, MADV_DONTNEED);
-    mprotect(place_of(one), GRANULE, PROT_NONE);
+static void release(struct part one) {
+    madvise(place_of(one), granule, MADV_DONTNEED);
+    mprotect(place_of(one), granule, PROT_NONE);
     one.zone->resident[one.number] = 0;
-    resident_bytes -= GRANULE;
+    resident_bytes -= granule;
 }
 
 /* Give back what is free until no more than so much is resident, or all of it is used: who counts tensors knows why. */
 static void shrink(size_t to_bytes) {
-    struct granule one;
+    struct part one;
     while (resident_bytes > to_bytes && free_granule(NULL, 0, 0, &one))
         release(one);
 }
 
-static bool create(struct granule one) {
-    if (mprotect(place_of(one), GRANULE, PROT_READ | PROT_WRITE) != 0)
-        return false;
+static void note_resident(struct part one) {
     one.zone->resident[one.number] = 1;
-    resident_bytes += GRANULE;
-    made_bytes += GRANULE;
+    if (one.zone->top < (one.number + 1) * granule)
+        one.zone->top = (one.number + 1) * granule;
+}
+
+static bool create(struct part one) {
+    if (mprotect(place_of(one), granule, PROT_READ | PROT_WRITE) != 0)
+        return false;
+    note_resident(one);
+    resident_bytes += granule;
+    made_bytes += granule;
     return true;
 }
 
 /* The memory of a free granule goes to another place, as it is: nothing is made zero. */
-static bool move(struct granule from, struct granule to) {
+static bool move(struct part from, struct part to) {
     int how = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
-    if (mremap(place_of(from), GRANULE, GRANULE, how, place_of(to)) == MAP_FAILED)
+    if (mremap(place_of(from), granule, granule, how, place_of(to)) == MAP_FAILED)
         return false;
-    mprotect(place_of(from), GRANULE, PROT_NONE);
+    mprotect(place_of(from), granule, PROT_NONE);
     from.zone->resident[from.number] = 0;
-    to.zone->resident[to.number] = 1;
+    note_resident(to);
     return true;
 }
 
 static bool make_resident(struct zone *zone, size_t start, size_t size) {
-    for (size_t number = start / GRANULE; number * GRANULE < start + size; number++) {
-        struct granule here = {zone, number}, spare;
+    for (size_t number = start / granule; number * granule < start + size; number++) {
+        struct part here = {zone, number}, spare;
         if (zone->resident[number])
             continue;
-        bool full = resident_bytes + GRANULE > limit_bytes && free_granule(zone, start, size, &spare);
+        bool full = resident_bytes + granule > limit_bytes && free_granule(zone, start, size, &spare);
         if (full && move(spare, here))
             continue;
         if (full)
@@ -259,31 +279,33 @@ static void erase(struct zone *zone, size_t at) {
     memmove(&zone->extents[at], &zone->extents[at + 1], (zone->count - at) * sizeof zone->extents[0]);
 }
 
-/* 0, ENOMEM if the system has no more, or -1 if there is no place here. */
-static int take(size_t size, void **found) {
+/* False if there is no place here, or the system has no more. */
+static bool take(size_t size, void **found) {
     size = up(size, PAGE);
     struct zone *zone = &zones[size < LARGE];
-    size_t at, start;
+    size_t at = 0, start = 0;
     if (zone->count + 2 > EXTENTS || !place_for(zone, size, &at, &start))
-        return -1;
+        return false;
     if (!make_resident(zone, start, size))
-        return ENOMEM;
+        return false;
     struct extent whole = zone->extents[at];
     zone->extents[at] = (struct extent){.start = start, .size = size, .used = true};
     if (start + size < whole.start + whole.size)
         insert(zone, at + 1, (struct extent){.start = start + size, .size = whole.start + whole.size - start - size});
     if (start > whole.start)
         insert(zone, at, (struct extent){.start = whole.start, .size = start - whole.start});
-    count_used(zone, start, size, true);
     used_bytes += size;
     *found = zone->base + start;
-    return 0;
+    return true;
 }
 
 static struct zone *zone_of(const void *memory) {
-    for (int k = 0; k < 2; k++)
-        if ((const char *)memory >= zones[k].base && (const char *)memory < zones[k].base + zones[k].size)
+    for (int k = 0; k < 2; k++) {
+        size_t size = __atomic_load_n(&zones[k].size, __ATOMIC_SEQ_CST);
+        const char *base = __atomic_load_n(&zones[k].base, __ATOMIC_SEQ_CST);
+        if ((const char *)memory >= base && (size_t)((const char *)memory - base) < size)
             return &zones[k];
+    }
     return NULL;
 }
 
@@ -299,7 +321,6 @@ static void give(struct zone *zone, void *memory) {
     size_t size = size_at(zone, memory), start = (size_t)((char *)memory - zone->base);
     size_t at = extent_at(zone, start);
     zone->extents[at].used = false;
-    count_used(zone, start, size, false);
     used_bytes -= size;
     if (at + 1 < zone->count && !zone->extents[at + 1].used) {
         zone->extents[at].size += zone->extents[at + 1].size;
@@ -318,12 +339,13 @@ static void give(struct zone *zone, void *memory) {
 /* From now on serve what is asked for, with so much resident at most; false if no room can be reserved. */
 bool rota_reservoir_hold(size_t bytes, size_t reserve_bytes) {
     pthread_mutex_lock(&lock);
-    if (zones[0].size < up(reserve_bytes, GRANULE) && used_bytes == 0) {
-        struct zone made[2];
-        if (reserve(&made[0], reserve_bytes) && reserve(&made[1], reserve_bytes)) {
-            shrink(0); /* what was reserved before stays reserved: it takes no memory */
-            zones[0] = made[0], zones[1] = made[1];
-        }
+    if (zones[1].size < reserve_bytes && used_bytes == 0) {
+        shrink(0);
+        unreserve(&zones[0]);
+        unreserve(&zones[1]);
+        granule = HUGE * (1 + bytes / (GRANULES * HUGE));
+        if (!reserve(&zones[0], reserve_bytes) || !reserve(&zones[1], reserve_bytes))
+            unreserve(&zones[0]);
     }
     bool can = zones[1].size > 0;
     limit_bytes = can ? bytes : 0;
@@ -351,7 +373,7 @@ void rota_reservoir_count(size_t counts[3]) {
 void *rota_reservoir_take(size_t size) {
     void *found = NULL;
     pthread_mutex_lock(&lock);
-    if (limit_bytes == 0 || take(size, &found) != 0)
+    if (limit_bytes == 0 || !take(size, &found))
         found = NULL;
     pthread_mutex_unlock(&lock);
     return found;
@@ -370,12 +392,13 @@ void rota_reservoir_give(void *memory) {
 /* ---- in the place of the allocator's ---- */
 
 int posix_memalign(void **found, size_t alignment, size_t size) {
-    if (limit_bytes > 0 && size >= SMALL && alignment <= PAGE) {
+    bool usual = alignment >= sizeof(void *) && (alignment & (alignment - 1)) == 0 && alignment <= PAGE;
+    if (limit_bytes > 0 && size >= SMALL && usual) {
         pthread_mutex_lock(&lock);
-        int failed = limit_bytes > 0 ? take(size, found) : -1;
+        bool served = limit_bytes > 0 && take(size, found);
         pthread_mutex_unlock(&lock);
-        if (failed >= 0)
-            return failed;
+        if (served)
+            return 0;
     }
     find_next();
     return next_memalign(found, alignment, size);
