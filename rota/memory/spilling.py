@@ -37,6 +37,7 @@ from rota.state.writer import Written
 from rota.store.run_folder import STORE_FOLDER
 from rota.strategies.spill import Spill
 
+_NOT_HELD = "memory that is freed is made zero again each time (`rota doctor` tells why)"
 _MEASURED_STEPS = 2
 """After so many steps of a shape it is known what its stages take."""
 
@@ -148,23 +149,23 @@ class Spilling:
         self._steps = 0
         self._computed_s = 0.0
         """What the stages of the latest step took, without what they waited for."""
-        self._hold(first.budget_bytes, far, notice)
+        held_back = self._hold(first.budget_bytes, far)
         # What is there now stays; to look through all of it for what nobody needs took a hundredth of a pool's time.
         gc.collect()
         gc.freeze()
         self._closing.callback(gc.unfreeze)
-        notice(first.told)
+        notice(first.told if held_back else f"{first.told}; slower, because {_NOT_HELD}")
 
-    def _hold(self, budget_bytes: int, far: Far | None, notice: Callable[[str], None]) -> None:
-        """From now on what large tensors free stays for the next ones, within what is counted."""
+    def _hold(self, budget_bytes: int, far: Far | None) -> bool:
+        """From now on what large tensors free stays for the next ones, within what is counted; False if it cannot."""
         held = reservoir()
         if far is not None:
-            return
+            return True
         if held is None or not held.hold(self._most_held_bytes(budget_bytes)):
-            notice("freed memory is made anew each time, which is slower; `rota doctor` tells why")
-            return
+            return False
         self._tiers.budget.trim()
         self._closing.callback(held.let_go)
+        return True
 
     def _most_held_bytes(self, budget_bytes: int) -> int:
         """What large tensors take at most, those included that were freed: all that is counted, and nothing else."""
