@@ -7,6 +7,7 @@ import click
 from rota.cli.options import asked_options, json_option, run_argument, storage_option
 from rota.cli.run import check_file_is_given, finish
 from rota.cli.sweep_file import load_source, split
+from rota.errors import InputError
 from rota.execute.asked import Asked
 from rota.execute.record import RunRecord
 from rota.execute.run import RunOptions, run_source
@@ -33,10 +34,15 @@ def resume(
     folder = find_run(run)
     record = RunRecord.replay(read_summary(folder.journal))
     check_file_is_given(record.source, folder.path)
-    split(record.source)
+    file, _ = split(record.source)
+    if file.resolve().is_relative_to(folder.path.resolve()):  # rota writes none there
+        raise InputError(
+            f"the journal of {folder.path} names {file} as the run's sweep, which is in the run folder itself; nothing "
+            "there is run as code: move it elsewhere and run it with --out"
+        )
     options = RunOptions(
         asked=asked,
-        code=split(record.source)[0].absolute().parent,
+        code=file.absolute().parent,
         out=folder.path,
         storage=storage,
         progress=not quiet,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import numbers
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +28,13 @@ def describe(task: Task) -> dict[str, Any]:
     facts["strategy"] = getattr(task.strategy, "__name__", None) or str(task.strategy)
     settings = {str(key): _jsonable(value) for key, value in task.settings.items()}
     return {**facts, "settings": settings}
+
+
+def fixed_facts(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the numbers that describe a task, as a journal has them, those that change what is trained."""
+    kept = {key: value for key, value in described.items() if key not in _FREE_FIELDS | {"settings"}}
+    found: dict[str, Any] = json.loads(json.dumps(kept, default=repr))
+    return found
 
 
 def digest(sweep: Sweep) -> str:

@@ -24,7 +24,7 @@ from rota.execute.asked import Asked
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
-from rota.execute.identity import describe, digest
+from rota.execute.identity import describe, digest, fixed_facts
 from rota.execute.policy import LongestFirst, Policy
 from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
@@ -330,6 +330,7 @@ def _check_same(folder: RunFolder, record: RunRecord, source: Source, options: R
         return
     if source.digest and record.source_digest:
         if source.digest == record.source_digest:
+            _check_facts(folder, record, source)
             return
         raise RunMismatchError(
             f"{source.file} has changed since the run in {folder.path} began; undo the change, start a new run, "
@@ -340,6 +341,19 @@ def _check_same(folder: RunFolder, record: RunRecord, source: Source, options: R
             f"the sweep has changed since the run in {folder.path} began; undo the change, give another out folder, "
             "or resume with allow_changes=True"
         )
+
+
+def _check_facts(folder: RunFolder, record: RunRecord, source: Source) -> None:
+    """The same file makes other tasks where it looks at something else: the environment, another file."""
+    for task in source.sweep:
+        before, now = record.tasks[task.name].facts, fixed_facts(describe(task))
+        for key, value in fixed_facts(before).items():
+            if key in now and now[key] != value:
+                raise RunMismatchError(
+                    f"{source.file} is the same as when the run in {folder.path} began, but now makes another "
+                    f"{task.name} ({key} was {value!r} and is {now[key]!r}); restore what it looks at, start a new "
+                    "run, or resume with --allow-changes (allow_changes=True)"
+                )
 
 
 def _carry_out(

@@ -243,9 +243,18 @@ static bool create(struct part one) {
 
 /* The memory of a free granule goes to another place, as it is: nothing is made zero. */
 static bool move(struct part from, struct part to) {
-    int how = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
-    if (mremap(place_of(from), granule, granule, how, place_of(to)) == MAP_FAILED)
+    /* Writable first, so that a limit of the system refuses it while nothing has happened: mremap unmaps the place, and
+       counts what it leaves behind, before it asks for room. */
+    if (mprotect(place_of(to), granule, PROT_READ | PROT_WRITE) != 0)
         return false;
+    int how = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    if (mremap(place_of(from), granule, granule, how, place_of(to)) == MAP_FAILED) {
+        /* If it was unmapped all the same, nobody else must get it. If it was not, this changes nothing. */
+        int again = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+        mmap(place_of(to), granule, PROT_NONE, again, -1, 0);
+        mprotect(place_of(to), granule, PROT_NONE);
+        return false;
+    }
     mprotect(place_of(from), granule, PROT_NONE);
     from.zone->resident[from.number] = 0;
     note_resident(to);
@@ -281,6 +290,8 @@ static void erase(struct zone *zone, size_t at) {
 
 /* False if there is no place here, or the system has no more. */
 static bool take(size_t size, void **found) {
+    if (size == 0 || size > zones[0].size)
+        return false;
     size = up(size, PAGE);
     struct zone *zone = &zones[size < LARGE];
     size_t at = 0, start = 0;
@@ -412,9 +423,11 @@ void free(void *memory) {
             next_free(memory);
         return;
     }
+    int before = errno;
     pthread_mutex_lock(&lock);
     give(zone, memory);
     pthread_mutex_unlock(&lock);
+    errno = before;
 }
 
 size_t malloc_usable_size(void *memory) {

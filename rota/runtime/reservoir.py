@@ -46,34 +46,52 @@ def preload(environment: MutableMapping[str, str]) -> None:
     environment["LD_PRELOAD"] = f"{library}:{others}" if others else library
 
 
-@functools.cache
 def compiled() -> Path:
-    """The library; UnavailableError says why there is none."""
+    """The library; UnavailableError says why there is none.
+
+    Looked at each time: it becomes a part of each worker, which runs for the user.
+    """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise UnavailableError("it is written for Linux with glibc")
-    source = _SOURCE.read_bytes()
-    name = hashlib.sha256(source + platform.machine().encode()).hexdigest()[:16]
-    folder = cache_folder() / "reservoir"
-    library = folder / f"{name}.so"
+    folder = (cache_folder() / "reservoir").absolute()
+    library = folder / _library_name()
+    if any(letter.isspace() or letter == ":" for letter in str(library)):
+        raise UnavailableError(f"the path of {folder} has a blank or a colon; set ROTA_CACHE to a folder without")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_ours(library):
+        _check_ours(folder)
+        if not _is_whole(library):
             _compile(library)
+        _try(library)
     except OSError as error:
-        raise UnavailableError(f"{folder} cannot be used ({error.strerror})") from error
+        raise UnavailableError(f"{folder} cannot be used ({error.strerror or error})") from error
     return library
 
 
-def _is_ours(library: Path) -> bool:
-    """Whether it is there and nobody else can have written it: it will be part of every worker."""
-    for path in (library.parent, library):
-        try:
-            facts = path.stat()
-        except FileNotFoundError:
-            return False
-        if facts.st_uid != os.getuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UnavailableError(f"{path} can be written by others; remove it")
-    return True
+@functools.cache
+def _library_name() -> str:
+    return f"{hashlib.sha256(_SOURCE.read_bytes() + platform.machine().encode()).hexdigest()[:16]}.so"
+
+
+def _check_ours(folder: Path) -> None:
+    """That nobody else can put a file of theirs in its place, here or anywhere above."""
+    for path in (folder, *folder.resolve().parents):
+        facts = path.stat()
+        shared = bool(facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not facts.st_mode & stat.S_ISVTX
+        if shared or facts.st_uid not in (0, os.getuid()):
+            raise UnavailableError(
+                f"{path} can be written by others, who could put a library of theirs there; make it your own "
+                "(chmod go-w), or set ROTA_CACHE to a folder that is"
+            )
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there, and was written by this user for this user."""
+    try:
+        facts = library.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
 
 
 def _compile(library: Path) -> None:
@@ -84,12 +102,23 @@ def _compile(library: Path) -> None:
         made = Path(folder) / library.name
         options = ["-O2", "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-ldl", "-lpthread"]
         try:
-            done = subprocess.run([compiler, *options], capture_output=True, text=True, timeout=_COMPILE_S)
+            done = subprocess.run([compiler, *options], capture_output=True, errors="replace", timeout=_COMPILE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UnavailableError(f"{compiler} does not work ({error})") from error
-        if done.returncode != 0:
-            raise UnavailableError(f"{compiler} does not compile it: {done.stderr.strip().splitlines()[-1:]}")
+        if done.returncode != 0 or not made.is_file():
+            said = done.stderr.strip().splitlines()
+            raise UnavailableError(f"{compiler} does not compile it ({said[-1] if said else done.returncode})")
+        made.chmod(0o700)
         os.replace(made, library)
+
+
+@functools.cache
+def _try(library: Path) -> None:
+    """Whether it can be loaded: not from a disk that is mounted without execution."""
+    try:
+        Reservoir(ctypes.CDLL(str(library)))
+    except (OSError, AttributeError) as error:
+        raise UnavailableError(f"it cannot be loaded ({error})") from error
 
 
 # ---- in the process itself ----

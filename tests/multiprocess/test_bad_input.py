@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 
 import pytest
@@ -161,6 +162,11 @@ def test_folders_files_and_journals_that_do_not_fit_are_refused(cli, command, sw
     file.write_text(SMALL + "# a comment\n")
     assert "has changed since" in refused("resume", "run")
     assert cli.run("resume", "run", "--allow-changes").returncode == 0
+    file.write_text("import os\n" + SMALL.replace("steps=3)", "steps=int(os.environ.get('STEPS', 3)))"))
+    assert cli.run("run", file, "--out", "by-environment", "--devices", "1", "--no-profile").returncode == 0
+    monkeypatch.setenv("STEPS", "5")
+    assert "makes another task-0.1 (steps was 3 and is 5)" in refused("resume", "by-environment")
+    monkeypatch.delenv("STEPS")
     assert "no run 'nothing'" in refused("status", "nothing")
     assert "no task 'nobody'" in refused("status", "run", "--task", "nobody")
     file.unlink()
@@ -171,6 +177,19 @@ def test_folders_files_and_journals_that_do_not_fit_are_refused(cli, command, sw
     for words in (("status", "run"), ("report", "run"), ("run", "other.py", "--out", "run")):
         assert "the file is damaged" in refused(*words, code=1)
     assert (tmp_path / "run" / "tasks" / "task-0.1" / "model.safetensors").exists()
+
+
+def test_nothing_in_a_run_folder_is_run_as_code(cli, command, sweep_file, tmp_path):
+    file = sweep_file(text=SMALL)
+    assert cli.run("run", file, "--out", tmp_path / "run", "--devices", "1", "--no-profile").returncode == 0
+    evil = tmp_path / "run" / "tasks" / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{SMALL}")
+    with sqlite3.connect(tmp_path / "run" / "journal.db") as journal:
+        journal.execute("update events set data = replace(data, ?, ?)", (json.dumps(str(file))[1:-1], str(evil)))
+    ended, _, told = command("resume", str(tmp_path / "run"))
+    assert ended == 2
+    assert "in the run folder itself" in told
+    assert not (tmp_path / "ran").exists()
 
 
 BIG = """

@@ -217,7 +217,7 @@ def test_workers_outlive_their_controller_and_the_next_one_takes_them_over(
 @pytest.mark.timeout(100)
 def test_who_does_not_know_the_key_is_sent_away(nodes: Any, tmp_path: Path) -> None:
     code = f"""
-import socket, sys, time
+import os, resource, socket, sys, time
 import rota
 from rota.execute.backends.ray import RayBackend
 backend = RayBackend(rota.ray({nodes.address!r}))
@@ -230,6 +230,34 @@ guests[0].settimeout(2)
 challenge = guests[0].recv(100)
 assert len(challenge) == 16, challenge
 assert guests[0].recv(100) == b""
+
+# Many of them: the oldest go, and nothing else happens.
+many = []
+for _ in range(150):
+    many.append(socket.create_connection(backend._address))
+    assert backend.poll(0) == []
+for one, is_here in ((many[0], False), (many[-1], True)):
+    one.settimeout(5)
+    assert len(one.recv(100)) == 16
+    if not is_here:
+        assert one.recv(100) == b""
+
+# More than there may be files: they wait.
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+late, taken = socket.socket(), []
+try:
+    while True:
+        taken.append(open(os.devnull))
+except OSError:
+    late.connect(backend._address)
+for _ in range(5):
+    assert backend.poll(0.05) == []
+for one in taken:
+    one.close()
+for _ in range(5):
+    assert backend.poll(0.05) == []
+late.settimeout(5)
+assert len(late.recv(100)) == 16
 backend.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)

@@ -84,6 +84,44 @@ def test_memory_is_used_again_also_where_it_lies_in_pieces(held):
         held.give(one)
 
 
+_TIGHT = """
+import ctypes, mmap, resource, sys
+from rota.runtime.limits import data_bytes
+from rota.runtime.reservoir import Reservoir
+
+MIB = 2**20
+held = Reservoir(ctypes.CDLL(sys.argv[1]))
+assert held.hold(24 * MIB)
+pieces = [held.take(4 * MIB) for _ in range(6)]
+place = ctypes.addressof(ctypes.c_char.from_buffer(pieces[0]))
+for number, one in enumerate(pieces):
+    one[:] = bytes([number]) * len(one)
+for one in pieces[::2]:
+    held.give(one)
+resource.setrlimit(resource.RLIMIT_DATA, (data_bytes(), resource.RLIM_INFINITY))
+for size in (12 * MIB, 30 * MIB, 2**64 - 1, 0, 12 * MIB):
+    wide = held.take(size)
+    assert (wide is not None) == (size == 12 * MIB), size
+    if wide is not None:
+        wide[:: 4096] = bytes(len(wide) // 4096)
+        held.give(wide)
+resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert all(bytes(one) == bytes([2 * number + 1]) * len(one) for number, one in enumerate(pieces[1::2]))
+end = place  # nothing of the address space was lost, where somebody else's memory could come to lie
+with open("/proc/self/maps") as file:
+    for line in file:
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low <= end < high:
+            end = high
+assert end - place >= 2**32 - 4 * MIB, end - place
+"""
+
+
+def test_a_limit_of_the_system_leaves_no_hole():
+    done = subprocess.run([sys.executable, "-c", _TIGHT, str(compiled())], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 _SCRIPT = """
 import ctypes, json, resource, sys, torch
 from rota.runtime.limits import give_back
@@ -154,35 +192,77 @@ def test_pytorch_is_served_in_a_process_that_was_started_for_it():
     assert found["left"] == 0
 
 
-def test_a_library_that_others_could_have_written_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROTA_CACHE", str(tmp_path))
-    compiled.cache_clear()
+def no_library():
+    environment = {}
+    prepare(environment)
+    return "LD_PRELOAD" not in environment
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002, 0o000])
+def test_it_is_compiled_once_for_its_user_alone_whatever_the_umask_is(tmp_path, monkeypatch, mask):
+    monkeypatch.setenv("ROTA_CACHE", str(tmp_path / "cache" / "rota"))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    before = os.umask(mask)
     try:
+        if mask & 0o022 != 0o022:  # then the folder of the cache is one that others could write
+            (tmp_path / "cache" / "rota").mkdir(mode=0o700)
         library = compiled()
-        assert library.parent.stat().st_mode & 0o077 == 0
-        library.chmod(0o777)
-        compiled.cache_clear()
-        environment = {}
-        prepare(environment)
-        assert "LD_PRELOAD" not in environment
-        with pytest.raises(module.UnavailableError, match="can be written by others"):
-            compiled()
+        made = library.stat()
+        assert compiled() == library
     finally:
-        compiled.cache_clear()
+        os.umask(before)
+    assert library.stat().st_mtime_ns == made.st_mtime_ns
+    assert made.st_mode & 0o077 == library.parent.stat().st_mode & 0o077 == 0
 
 
-def test_without_a_compiler_everything_goes_on_without(tmp_path, monkeypatch):
+def test_a_library_that_others_could_have_written_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROTA_CACHE", str(tmp_path))
+    library = compiled()
+    good = library.read_bytes()
+    library.write_bytes(b"evil")
+    library.chmod(0o777)
+    assert compiled().read_bytes() == good
+    assert library.stat().st_mode & 0o077 == 0
+
+
+def test_nothing_is_loaded_from_where_others_can_write(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("ROTA_CACHE", str(shared / "rota"))
+    assert not no_library()
+    shared.chmod(0o777)  # also later: whoever can rename folders there can put another in its place
+    assert no_library()
+    with pytest.raises(module.UnavailableError, match="can be written by others"):
+        compiled()
+    shared.chmod(0o1777)  # but not so in /tmp
+    assert not no_library()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        (None, "no C compiler"),
+        ("printf '\\377\\376 bad' >&2; exit 1", "does not compile it"),
+        ("exit 0", "does not compile it"),
+    ],
+)
+def test_without_a_compiler_that_works_everything_goes_on_without(tmp_path, monkeypatch, compiler, why):
     monkeypatch.setenv("ROTA_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    compiled.cache_clear()
-    try:
-        with pytest.raises(module.UnavailableError, match="no C compiler"):
-            compiled()
-        environment = {}
-        prepare(environment)
-        assert "LD_PRELOAD" not in environment
-    finally:
-        compiled.cache_clear()
+    if compiler:
+        (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
+        (tmp_path / "cc").chmod(0o755)
+    assert no_library()
+    with pytest.raises(module.UnavailableError, match=why):
+        compiled()
+
+
+@pytest.mark.parametrize("name", ["my cache", "my:cache"])
+def test_a_path_that_cannot_be_preloaded_is_told(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("ROTA_CACHE", str(tmp_path / name))
+    assert no_library()
+    with pytest.raises(module.UnavailableError, match="a blank or a colon"):
+        compiled()
 
 
 def test_what_was_preloaded_before_still_is():

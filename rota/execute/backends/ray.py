@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -38,6 +39,9 @@ _log = logging.getLogger(__name__)
 ray_: Any = untyped_ray
 
 _NODES_EVERY_S = 1.0
+_MOST_GUESTS = 64
+"""Connections that have not answered yet; workers answer within milliseconds."""
+_WARN_EVERY_S = 60.0
 _DOUBT_S = 15.0
 """Ray takes some seconds to notice that a node is gone."""
 _CUT_OFF_S = LEASE_S * 1.05
@@ -178,6 +182,7 @@ class RayBackend(LocalBackend):
         """promises of those that were told to end"""
         self._numbers: dict[bytes, str] = {}
         """what a worker says when it connects -> its device"""
+        self._warned_s = -math.inf
         self._looked_s = time.monotonic()
         self._lost_nodes: set[str] = set()
         self._new_nodes: dict[str, tuple[Any, float]] = {}
@@ -322,13 +327,22 @@ class RayBackend(LocalBackend):
             super()._read(worker)
 
     def _let_in(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             stream, _ = self._door.accept()
-            stream.setblocking(False)
-            guest = _Guest(stream=stream)
-            with contextlib.suppress(OSError):
-                stream.send(guest.challenged)
-            self._selector.register(stream, selectors.EVENT_READ, guest)
+        except OSError:  # nobody any more, or no more files: a flood must not end the run
+            return
+        guests = [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Guest)]
+        if len(guests) >= _MOST_GUESTS:  # one of ours answers at once, so that it is hardly ever the oldest
+            self._send_off(min(guests, key=lambda guest: guest.since_s))
+        stream.setblocking(False)
+        guest = _Guest(stream=stream)
+        with contextlib.suppress(OSError):
+            stream.send(guest.challenged)
+        self._selector.register(stream, selectors.EVENT_READ, guest)
+
+    def _send_off(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.stream)
+        guest.stream.close()
 
     def _greet(self, guest: _Guest) -> None:
         try:
@@ -347,7 +361,7 @@ class RayBackend(LocalBackend):
         worker = self._workers.get(device) if device is not None else None
         if number is None or not isinstance(worker, _Remote) or worker.socket is not None:
             if whole and number is None:  # otherwise it is one that was ended before it came
-                _log.warning("somebody who is no worker of this run connected, and was sent away")
+                self._warn_of_strangers()
             guest.stream.close()
             return
         with contextlib.suppress(OSError):  # if it is gone again, reading will tell
@@ -357,6 +371,12 @@ class RayBackend(LocalBackend):
         self._selector.register(guest.stream, selectors.EVENT_READ, worker)
         worker.flush()
 
+    def _warn_of_strangers(self) -> None:
+        """Not more often than they can be read."""
+        if time.monotonic() - self._warned_s > _WARN_EVERY_S:
+            self._warned_s = time.monotonic()
+            _log.warning("somebody who is no worker of this run connected, and was sent away")
+
     # ---- nodes ----
 
     def poll(self, timeout_s: float) -> list[Any]:
@@ -364,8 +384,7 @@ class RayBackend(LocalBackend):
         for key in list(self._selector.get_map().values()):
             guest = key.data
             if isinstance(guest, _Guest) and time.monotonic() - guest.since_s > ANSWER_S:
-                self._selector.unregister(guest.stream)
-                guest.stream.close()
+                self._send_off(guest)
         if time.monotonic() - self._looked_s > _NODES_EVERY_S:
             self._looked_s = time.monotonic()
             nodes = alive()
