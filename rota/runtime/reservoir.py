@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shutil
 import stat
 import subprocess
@@ -58,7 +60,8 @@ def compiled() -> Path:
     if any(letter.isspace() or letter == ":" for letter in str(library)):
         raise UnavailableError(f"the path of {folder} has a blank or a colon; set ROTA_CACHE to a folder without")
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in (*reversed(folder.parents), folder):
+            path.mkdir(exist_ok=True, mode=0o700)
         _check_ours(folder)
         if not _is_whole(library):
             _compile(library)
@@ -77,12 +80,22 @@ def _check_ours(folder: Path) -> None:
     """That nobody else can put a file of theirs in its place, here or anywhere above."""
     for path in (folder, *folder.resolve().parents):
         facts = path.stat()
-        shared = bool(facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not facts.st_mode & stat.S_ISVTX
+        by_others = stat.S_IWOTH if _is_mine_alone(facts.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        shared = bool(facts.st_mode & by_others) and not facts.st_mode & stat.S_ISVTX
         if shared or facts.st_uid not in (0, os.getuid()):
             raise UnavailableError(
                 f"{path} can be written by others, who could put a library of theirs there; make it your own "
                 "(chmod go-w), or set ROTA_CACHE to a folder that is"
             )
+
+
+def _is_mine_alone(group: int) -> bool:
+    """Whether a group is the user's private one, as many systems make it for each: they let it write by default."""
+    try:
+        me, found = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == me.pw_gid and found.gr_name == me.pw_name and not set(found.gr_mem) - {me.pw_name}
 
 
 def _is_whole(library: Path) -> bool:

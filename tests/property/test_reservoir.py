@@ -201,18 +201,26 @@ def no_library():
 @pytest.mark.parametrize("mask", [0o077, 0o022, 0o002, 0o000])
 def test_it_is_compiled_once_for_its_user_alone_whatever_the_umask_is(tmp_path, monkeypatch, mask):
     monkeypatch.setenv("ROTA_CACHE", str(tmp_path / "cache" / "rota"))
-    (tmp_path / "cache").mkdir(mode=0o700)
     before = os.umask(mask)
     try:
-        if mask & 0o022 != 0o022:  # then the folder of the cache is one that others could write
-            (tmp_path / "cache" / "rota").mkdir(mode=0o700)
         library = compiled()
         made = library.stat()
         assert compiled() == library
     finally:
         os.umask(before)
     assert library.stat().st_mtime_ns == made.st_mtime_ns
-    assert made.st_mode & 0o077 == library.parent.stat().st_mode & 0o077 == 0
+    for path in (library, *library.parents[:3]):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to a group")
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_group_may_write_if_it_is_the_users_own(tmp_path, monkeypatch, mine):
+    monkeypatch.setenv("ROTA_CACHE", str(tmp_path / "rota"))
+    tmp_path.chmod(0o770)
+    if not mine:
+        os.chown(tmp_path, -1, os.getgid() + 1)
+    assert no_library() != mine
 
 
 def test_a_library_that_others_could_have_written_is_made_anew(tmp_path, monkeypatch):
