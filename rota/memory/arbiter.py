@@ -151,12 +151,14 @@ class Arbiter:
         for _ in range(2):  # first what runs, then what comes behind it
             for device in range(len(self._memories)):
                 if self._pool.coming(device) is None:
-                    chosen = self._choose(device)
+                    # The first of its next units may be larger than that of these, and it would not know how large its
+                    # room is: that a model is told with its turn only, so that it can give it back before it has them.
+                    chosen = self._choose(device, known=True)
                     if chosen is not None:
                         self._send(chosen, UnitComes(device=device, begin=self._comes_to[device]))
                 self._run_next(device)
 
-    def _choose(self, device: int) -> str | None:
+    def _choose(self, device: int, *, known: bool = False) -> str | None:
         """The model whose unit comes to a device next, if there is room."""
 
         def has_room(name: str, unit: int) -> bool:
@@ -172,7 +174,7 @@ class Arbiter:
             self._comes_to[device] = begin
             return True
 
-        return self._pool.choose(device, has_room=has_room)
+        return self._pool.choose(device, has_room=has_room, known=known)
 
     def _run_next(self, device: int) -> None:
         name = self._pool.coming(device)

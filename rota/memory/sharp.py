@@ -95,11 +95,18 @@ class Pool:
         assert name not in self._rows
         self._rows[name] = _Row(units_s=tuple(units_s), after_s=after_s, since=self._decisions)
 
-    def choose(self, device: int, *, has_room: Callable[[str, int], bool] = lambda name, unit: True) -> str | None:
+    def choose(
+        self,
+        device: int,
+        *,
+        has_room: Callable[[str, int], bool] = lambda name, unit: True,
+        known: bool = False,
+    ) -> str | None:
         """The model whose unit runs on this device next; None if none can, or if there is no room for the one to run.
 
         The one that the device runs now may be the next, too, unless it runs the last of all its units. `has_room` is
         asked for a unit of those that are known; behind the last one of them it is the first, which the next are like.
+        With `known` it is a known one in any case.
         """
         assert device not in self._next
         here = self._running.get(device)
@@ -107,7 +114,7 @@ class Pool:
         free = [
             Candidate(name=name, remaining_s=row.remaining_s, since=row.since)
             for name, row in self._rows.items()
-            if name not in others and not (name == here and row.is_last and row.after_s <= 0)
+            if name not in others and not (name == here and row.is_last and (known or row.after_s <= 0))
         ]
         if not free:
             return None

@@ -154,3 +154,15 @@ def test_loads_are_hidden_behind_other_units():
 def test_more_devices_than_models_leave_some_idle():
     works = [Work(name=f"m{i}", units_s=(1.0, 1.0), steps=2) for i in range(2)]
     assert play(works, 5) == 4.0
+
+
+def test_behind_the_last_unit_that_is_known_nothing_comes_where_it_must_be_known():
+    for known in (False, True):
+        pool = Pool()
+        pool.add("a", (1.0, 1.0), after_s=2.0)
+        assert pool.choose(0) == "a"
+        pool.began(0)
+        assert pool.choose(0, known=known) == "a"  # its second one
+        pool.ended(0)
+        pool.began(0)
+        assert pool.choose(0, known=known) == (None if known else "a")
