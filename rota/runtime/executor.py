@@ -102,7 +102,7 @@ class Executor(Protocol):
         ...
 
     def weights(self, *, between_steps: bool) -> Weights | None:
-        """Everything, whole; None in a process that follows."""
+        """Everything, whole, in the process that leads; in the others it may be None, and is not used."""
         ...
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from rota.errors import CheckpointError, FullDiskError, PeerError, RotaError, TaskError
+from rota.errors import CheckpointError, FullDiskError, PeerError, RotaError, TaskError, WayError
 from rota.runtime import limits
 from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts
 from rota.runtime.gang import Gang
@@ -118,7 +119,12 @@ class Loop:
 
     def _prepare(self) -> Training:
         training = Training(
-            self._task, device=self._device, watch=self._watch_setup, choose=self._choose, room=self._room
+            self._task,
+            device=self._device,
+            watch=self._watch_setup,
+            choose=self._choose,
+            room=self._room,
+            in_any=self._in_any,
         )
         if self._gang is not None:
             with self._watch_setup("waiting for the other devices of the task"):
@@ -147,15 +153,22 @@ class Loop:
         return training
 
     def _restore(self) -> Any:
-        """The state of the last checkpoint. The leader clears up first, so that all find the same one."""
+        """The state of the last checkpoint. The leader clears up and sets aside; the others look when it is done."""
         if self._leads:
             files.remove_leftovers(self._folder)
-            found = self._latest(self._notice)
-        if self._gang is not None and self._gang.size > 1:
-            self._gang.agree(True)
-            if not self._leads:
-                found = self._latest(lambda text: None)
-        return found
+        if self._mirror is not None:
+            self._fetch(self._mirror)
+        found = self._latest(self._notice) if self._leads else None
+        self._agree(True)
+        return found if self._leads else self._latest(None)
+
+    def _fetch(self, mirror: Mirror) -> None:
+        """Copy what the storage has and this machine lacks; one process after another, for some share a disk."""
+        rank, size = (0, 1) if self._gang is None else (self._gang.rank, self._gang.size)
+        for turn in range(size):
+            if turn == rank:
+                mirror.fetch(self._folder / CHECKPOINT_FOLDER)
+            self._agree(True)
 
     def _check_alike(self, step: int) -> None:
         """On several machines, each reads its own disk."""
@@ -166,17 +179,20 @@ class Loop:
                 "use a run folder that all nodes see, or --storage"
             )
 
-    def _latest(self, notice: Callable[[str], None]) -> Any:
-        """A whole checkpoint, or a commit of the store that shards are in; both only if one was not removed yet."""
-        if self._mirror is not None:
-            self._mirror.fetch(self._folder / CHECKPOINT_FOLDER)
-        whole = checkpoint.read_latest(self._folder / CHECKPOINT_FOLDER, notice=notice)
+    def _latest(self, notice: Callable[[str], None] | None) -> Any:
+        """A whole checkpoint, or a commit of the store that shards are in; both only if one was not removed yet.
+
+        Without `notice` nothing is changed.
+        """
+        folder = self._folder / CHECKPOINT_FOLDER
+        fetch = None if self._mirror is None else partial(self._mirror.fetch, folder)
+        whole = checkpoint.read_latest(folder, notice=notice, fetch=fetch)
         tree = None if whole is None else whole.tree
         if (self._folder / STORE_FOLDER).is_dir():
             from rota.memory import keeping
 
             than = None if tree is None else int(tree["training"]["step"])
-            later = keeping.read_latest(self._folder / STORE_FOLDER, than=than, notice=notice)
+            later = keeping.read_latest(self._folder / STORE_FOLDER, than=than, notice=notice or (lambda text: None))
             tree = tree if later is None else later
         return tree
 
@@ -245,6 +261,10 @@ class Loop:
         """What depends on this process's clock or on the user is decided by the leader, for all."""
         return wishes if self._gang is None else self._gang.agree(*wishes)
 
+    def _in_any(self, flag: bool) -> bool:
+        """Whether something holds in any process of the task."""
+        return flag if self._gang is None else any(self._gang.everyone(flag))
+
     def _train(self, training: Training) -> Finished | Halted:
         first = training.step
         while True:
@@ -284,10 +304,18 @@ class Loop:
         return time.perf_counter() - self._saved_at_s >= max(_SAVE_EVERY_S, cost_s / _SAVE_SHARE)
 
     def _save(self, training: Training) -> dict[str, Any] | None:
-        """Hand the state to the writer; it is returned, where there is any."""
+        """Hand the state to the writer. It is returned in the only process that writes: the leader.
+
+        All processes take part, because the leader may have to gather what the others hold. Some executors return the
+        whole state in each of them, and so does plain PyTorch where no batch was left to train.
+        """
         state = training.state_dict()
-        if state is not None:
-            self._metrics.confirm(self._outside.confirmed_number())
+        self._metrics.confirm(self._outside.confirmed_number())
+        if not self._leads:
+            state = None
+        elif state is None:
+            raise WayError("what runs the task has no state to save in the process that leads")
+        else:
             self._writer.submit(
                 {"training": state, "metrics": self._metrics.state_dict()}, step=training.step, fresh=training.fresh
             )

@@ -34,8 +34,13 @@ class Training:
         watch: Watch | None = None,
         choose: Choose | None = None,
         room: Room | None = None,
+        in_any: Callable[[bool], bool] = bool,
     ) -> None:
-        """`choose` says how batches are run, when the first is there. With `room` the model may be larger than it."""
+        """`choose` says how batches are run, when the first is there. With `room` the model may be larger than it.
+
+        `in_any` says whether something holds in any of the processes that train the task together: they must all
+        choose at the same moment, and their devices may differ.
+        """
         self.task = task
         self.device = device
         watch = watch or (lambda what: contextlib.nullcontext())
@@ -69,6 +74,7 @@ class Training:
             )
         self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device, room=room)
         self._choose: Choose = choose or (lambda parts, batch: plainly(parts))
+        self._in_any = in_any
         self._run: Executor | None = None
         with calling("the data factory"):
             self.cursor: Cursor = training_cursor(self.data, seed=task.seed)
@@ -191,7 +197,7 @@ class Training:
     def _executor(self) -> Executor:
         """What runs batches; before the first training batch that is plain PyTorch, in every process."""
         room = self.parts.room
-        if self._run is None and room is not None and (room.building.away or is_elsewhere(self.parts)):
+        if self._run is None and room is not None and self._in_any(room.building.away or is_elsewhere(self.parts)):
             self._begin(self._coming_batch())
         return self._run if self._run is not None else Eager(self.parts)
 

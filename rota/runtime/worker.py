@@ -364,8 +364,8 @@ class _Follower:
         return False
 
     def confirmed_number(self) -> int:
-        """Nothing is reported, so nothing is confirmed."""
-        return 0
+        """No report is ever waited for: the leader reports the same."""
+        return sys.maxsize
 
 
 def _import_path(command: Train | Look | Try) -> list[str]:

@@ -133,8 +133,7 @@ class Wrapped:
         """Whole, on the leader."""
         parts = self._parts
         if self._wrapper.kind == "ddp":
-            found = weights_of(parts.model, parts.optimizer, between_steps=between_steps)
-            return found if self._gang.leads else None
+            return weights_of(parts.model, parts.optimizer, between_steps=between_steps)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         with talking():
             model = get_model_state_dict(parts.model, options=options)

@@ -71,22 +71,43 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
     return target
 
 
-def read_latest(folder: Path, *, notice: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole; a damaged one is set aside, and said through `notice`."""
-    for leftover in folder.glob(".writing-*"):
-        files.remove(leftover)
+def read_latest(
+    folder: Path, *, notice: Callable[[str], None] | None, fetch: Callable[[], None] | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole; a damaged one is set aside, and said through `notice`.
+
+    `fetch` then copies what another place has of those that are missing. Without `notice` nothing is changed: that is
+    for the other processes of a task.
+    """
+    if notice is not None:
+        clear_up(folder)
     left = committed(folder)
+    asked: set[Path] = set()
     while left:
         path = left.pop()
         try:
             return Checkpoint(path=path, tree=read(path))
         except CorruptCheckpointError as error:
+            if notice is None:
+                continue
             aside = path.with_name(path.name + ".damaged")
             files.remove(aside)
             os.rename(path, aside)
+            if fetch is not None and path not in asked:
+                asked.add(path)
+                fetch()
+                left = committed(folder)
             instead = "the one before it is used" if left else "there is no other, so training begins anew"
+            if left and left[-1].name >= path.name:
+                instead = "its copy in the storage is used"
             notice(f"{error}; it was set aside as {aside.name}, and {instead}")
     return None
+
+
+def clear_up(folder: Path) -> None:
+    """Remove what killed processes were writing."""
+    for leftover in folder.glob(".writing-*"):
+        files.remove(leftover)
 
 
 def read(path: Path) -> Any:

@@ -38,7 +38,8 @@ class Mirror:
                 system.rm(old[2], recursive=True)
 
     def fetch(self, folder: Path) -> None:
-        """Copy what is newer than the checkpoints in a folder into it."""
+        """Copy what is newer than the checkpoints in a folder into it; nobody else may write there meanwhile."""
+        checkpoint.clear_up(folder)
         local = checkpoint.committed(folder)
         newest = checkpoint.number_of(local[-1]) if local else 0
         with self._speaking("read from") as (system, root):
@@ -48,7 +49,6 @@ class Mirror:
             for number, place in sorted(wanted.items())[-checkpoint.KEPT :]:
                 side = folder / f".writing-{os.getpid()}"
                 files.make_private_folder(folder)
-                files.remove(side)
                 side.mkdir(mode=0o700)
                 for name in checkpoint.FILES:
                     files.make_private_file(side / name)

@@ -11,12 +11,15 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from rota.errors import DivergedError, TaskError
+from rota.errors import DivergedError, TaskError, WayError
+from rota.runtime.executor import Eager
+from rota.runtime.gang import Gang
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Began, Finished, Halted, Measured, Noticed, Saved
 from rota.state import checkpoint
 from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE
 from rota.task import Data, Task
+from rota.techniques import Ready
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 
@@ -96,6 +99,56 @@ def fill_the_disk(monkeypatch):
 def latest_step(folder):
     found = checkpoint.read_latest(folder / CHECKPOINT_FOLDER, notice=pytest.fail)
     return found.tree["training"]["step"]
+
+
+# ---- several processes ----
+
+
+class Meeting(Gang):
+    """A process of a gang whose others are not there."""
+
+    def meet(self, *, timeout_s):
+        pass
+
+
+class Everywhere:
+    """A technique that trains the whole model in each process and knows nothing of leaders."""
+
+    name = "everywhere"
+
+    def __init__(self, weights=Eager.weights):
+        self.executor = type("Whole", (Eager,), {"weights": weights})
+
+    def execute(self, task, devices, knobs):
+        return self.executor(task)
+
+
+def run_rank(folder, rank, *, outside=None, technique=None):
+    task = task_of(valid_every=2, checkpoint_every=2, strategy=Ready(technique=technique or Everywhere(), knobs={}))
+    loop = Loop(
+        task,
+        attempt=1,
+        folder=folder,
+        device=torch.device("cpu"),
+        surroundings=outside or Surroundings(),
+        gang=Meeting(rank=rank, size=1, store=folder),
+    )
+    return loop.run()
+
+
+def test_a_process_that_does_not_lead_writes_nothing_while_it_trains_and_where_no_batch_is_left(tmp_path):
+    assert run_rank(tmp_path, 1).step == 8
+    assert list(tmp_path.iterdir()) == []
+    run(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert before
+    assert run_rank(tmp_path, 1).step == 8
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_technique_without_state_in_the_process_that_leads_is_told(tmp_path):
+    with pytest.raises(WayError, match="no state to save in the process that leads"):
+        run_rank(tmp_path, 0, technique=Everywhere(weights=lambda self, between_steps: None))
 
 
 # ---- to the end ----

@@ -93,6 +93,38 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_it_is_used(tmp_path: Path
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("whole_in_storage", [True, False])
+def test_where_all_of_the_disk_is_damaged_the_copy_in_the_storage_is_used(
+    tmp_path: Path, url: str, whole_in_storage: bool
+) -> None:
+    mirror, folder = Mirror(url), tmp_path / "here"
+    for step in (1, 2):
+        mirror.send(written(folder, step))
+    system, root = open_storage(url)
+    if not whole_in_storage:
+        system.pipe_file(f"{root}/checkpoint-00000002-0000/state.json", b"{}")
+    for path in checkpoint.committed(folder):
+        (path / "state.json").write_bytes(b"{}")
+    said: list[str] = []
+    found = checkpoint.read_latest(folder, notice=said.append, fetch=lambda: mirror.fetch(folder))
+    assert found is not None
+    assert found.tree == {"step": 2 if whole_in_storage else 1}
+    assert said[0].endswith("its copy in the storage is used")
+    assert whole_in_storage == (len(said) == 1)
+
+
+def test_who_only_looks_leaves_what_is_damaged_and_what_another_process_writes(tmp_path: Path) -> None:
+    for step in (1, 2):
+        written(tmp_path, step)
+    (tmp_path / "checkpoint-00000002" / "state.json").write_bytes(b"{}")
+    (tmp_path / ".writing-1").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    found = checkpoint.read_latest(tmp_path, notice=None)
+    assert found is not None
+    assert found.tree == {"step": 1}
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_late_write_of_an_earlier_attempt_does_not_mix_with_a_later_one(tmp_path: Path, url: str) -> None:
     Mirror(url, attempt=1).send(written(tmp_path / "zombie", 5))
     Mirror(url, attempt=2).send(written(tmp_path / "here", 6))

@@ -13,6 +13,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from rota.errors import CheckpointError, DivergedError, TaskError
+from rota.memory.building import Building
+from rota.runtime.executor import Eager, Room
 from rota.runtime.training import Training
 from rota.state import checkpoint
 from rota.task import Data, Task
@@ -57,6 +59,30 @@ def failure(**changes):
         train_to_the_end()
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+# ---- several processes ----
+
+
+@pytest.mark.parametrize("ask", [lambda training: training.state_dict(), lambda training: training.validate()])
+def test_where_the_model_left_memory_in_one_process_all_choose_how_to_run(tmp_path, ask):
+    """Their devices may differ, and to choose is something that they do together."""
+    building = Building(tmp_path, budget_bytes=2**30)
+    room = Room(memory_bytes=2**30, before_bytes=0, folder=tmp_path, building=building)
+    chosen, asked = [], []
+
+    def choose(parts, batch):
+        chosen.append(batch)
+        return Eager(parts)
+
+    def in_any(flag):
+        asked.append(flag)
+        return True
+
+    ask(Training(task_of(), device=CPU, choose=choose, room=room, in_any=in_any))
+    assert (len(chosen), asked) == (1, [False])
+    ask(Training(task_of(), device=CPU, choose=choose, room=room))
+    assert len(chosen) == 1
 
 
 # ---- factories ----
