@@ -24,13 +24,14 @@ import numpy as np
 
 from rota.errors import CheckpointError, CorruptCheckpointError, FullDiskError
 from rota.memory.slab import ALIGNMENT
-from rota.state.files import make_private_folder, replacing, sync_file, sync_folder
+from rota.state.files import about_to_commit, make_private_folder, remove, sync_folder, write_text
 
 _FORMAT = 3
 _RECORD = "commit.json"
 _BEFORE = "commit-before.json"
 """The commit before the last one."""
 _DAMAGED = f"{_RECORD}.damaged"
+_SIDE = f".{_RECORD}.tmp"
 _SLOTS = (0, 1, 2)
 _CHUNK_BYTES = 8 * 2**20
 """Read or written in one call, so that a request ends soon when it is to end."""
@@ -58,6 +59,10 @@ class Store:
         """Of the commit before the last one."""
         self._handles: dict[tuple[str, int], int] = {}
         self._unsynced: set[tuple[str, int]] = set()
+        self._forgotten: set[tuple[str, int]] = set()
+        """Files of which the system could not write all, and may not try to again."""
+        self._settled = True
+        """Whether the names of the records would be there after a power failure."""
         self._direct = True
         self._opening = threading.Lock()
         make_private_folder(folder)
@@ -77,15 +82,16 @@ class Store:
         taken = {commit[item].slot for commit in (self._committed, self._before) if item in commit}
         slot = next(slot for slot in _SLOTS if slot not in taken)
         handle = self._handle(item, slot)
+        if item in self._current and self._current[item].slot == slot:
+            del self._current[item]  # a write that fails leaves a mixture
         with _told(f"{item} cannot be written to {self._folder}"):
             end = 0
             for data in pieces:
                 assert len(data) % ALIGNMENT == 0
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(handle, data[done : done + _CHUNK_BYTES], end + done)
-                end += done
+                _write_all(handle, data, end)
+                end += len(data)
         self._unsynced.add((item, slot))
+        self._forgotten.discard((item, slot))
         self._current[item] = Version(slot=slot, size_bytes=end)
 
     def read(self, item: str, into: memoryview) -> None:
@@ -109,19 +115,40 @@ class Store:
             )
         return count
 
-    def _summed(self, item: str, version: Version) -> Version:
-        """With the checksum of what is on disk."""
+    def _chunks(self, item: str, version: Version) -> Iterator[tuple[int, memoryview]]:
+        """A version as it is on disk: where each chunk begins, and the chunk, in memory that is used again."""
         # Not closed: an error that is on its way may hold a part of it.
         buffer = memoryview(mmap.mmap(-1, _CHUNK_BYTES))
-        found = done = 0
-        while done < version.size_bytes:
+        for start in range(0, version.size_bytes, _CHUNK_BYTES):
             filled = 0
-            size = min(_CHUNK_BYTES, version.size_bytes - done)
+            size = min(_CHUNK_BYTES, version.size_bytes - start)
             while filled < size:  # whole pages, for the sum is of pages
-                filled += self._read_some(item, version, buffer[filled:size], done + filled)
-            found = checksum(buffer[:size], found)
-            done += size
+                filled += self._read_some(item, version, buffer[filled:size], start + filled)
+            yield start, buffer[:size]
+
+    def _summed(self, item: str, version: Version) -> Version:
+        """With the checksum of what is on disk."""
+        found = 0
+        for _, chunk in self._chunks(item, version):
+            found = checksum(chunk, found)
         return replace(version, checksum=found)
+
+    def _sync(self, item: str, version: Version) -> None:
+        """Wait until a version is on disk."""
+        key = (item, version.slot)
+        if key not in self._unsynced:
+            return
+        handle = self._handle(item, version.slot)
+        if key in self._forgotten:  # to wait once more would succeed, whatever is on disk
+            for start, chunk in self._chunks(item, version):
+                _write_all(handle, chunk, start)
+            self._forgotten.discard(key)
+        try:
+            os.fdatasync(handle)
+        except OSError:
+            self._forgotten.add(key)
+            raise
+        self._unsynced.discard(key)
 
     def mapped(self, item: str, *, writable: bool) -> mmap.mmap:
         """The last version as memory that is read when it is touched; what is written to it stays in memory.
@@ -157,23 +184,45 @@ class Store:
 
         Of `items` only, if they are given: what nobody will ask for then need not be looked at.
         """
+        lost = sorted(set(items or ()) - set(self._current))
+        if lost:
+            raise CheckpointError(f"{lost[0]} is not in {self._folder}, because it could not be written")
         wanted = {item: one for item, one in self._current.items() if items is None or item in items}
         with _told(f"a commit cannot be written to {self._folder}"):
             for item, version in wanted.items():
-                if (item, version.slot) in self._unsynced:
-                    os.fdatasync(self._handle(item, version.slot))
-                    self._unsynced.discard((item, version.slot))
+                self._sync(item, version)
                 if version.checksum is None:
                     self._current[item] = wanted[item] = self._summed(item, version)
+            self._settle()
             versions = {item: [one.slot, one.size_bytes, one.checksum] for item, one in wanted.items()}
-            with replacing(self._folder / _RECORD) as side:
-                text = json.dumps({"items": versions, "about": dict(about)})
-                side.write_text(f"{json.dumps(_header(text))}\n{text}", encoding="utf-8")
-                sync_file(side)
-                # Whoever dies between this and what follows leaves the one before, which is then the last one.
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(self._folder / _RECORD, self._folder / _BEFORE)
-        self._before, self._committed = self._committed, wanted
+            text = json.dumps({"items": versions, "about": dict(about)})
+            self._put(f"{json.dumps(_header(text))}\n{text}")
+            # From here on a new start may find this commit: its files are left alone, also if what follows fails.
+            self._before, self._committed, self._settled = self._committed, wanted, False
+            self._settle()
+
+    def _put(self, record: str) -> None:
+        """Let a record count, and the one that did be the one before it."""
+        side = self._folder / _SIDE
+        try:
+            write_text(side, record)
+            about_to_commit()
+            # Whoever dies between the two leaves the one before, which is then the last one.
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self._folder / _RECORD, self._folder / _BEFORE)
+            os.replace(side, self._folder / _RECORD)
+        finally:
+            remove(side)
+
+    def _settle(self) -> None:
+        """Wait until the names of the records are on disk.
+
+        As long as this fails there is no other commit. So after a power failure the last commit that was waited for is
+        found, or the one behind it, and the files of both are left alone.
+        """
+        if not self._settled:
+            sync_folder(self._folder)
+            self._settled = True
 
     def recover(self) -> dict[str, Any] | None:
         """Go back to the last commit: what is to be remembered of it, or None if there is none.
@@ -182,12 +231,15 @@ class Store:
         """
         self._current, self._committed, self._before = {}, {}, {}
         self._unsynced.clear()
+        self._forgotten.clear()
         record, before = self._folder / _RECORD, self._folder / _BEFORE
-        if not record.exists():
-            if not before.exists():
-                return None
-            with _told(f"the last commit in {self._folder} cannot be used"):
+        with _told(f"the last commit in {self._folder} cannot be used"):
+            if not record.exists() and before.exists():
                 os.replace(before, record)
+            self._settled = False  # who wrote it may have ended before that
+            self._settle()
+        if not record.exists():
+            return None
         self._committed, about = self._read_record(_RECORD)
         self._current = dict(self._committed)
         with contextlib.suppress(CorruptCheckpointError):
@@ -224,16 +276,17 @@ class Store:
         return _DAMAGED, (self._folder / _RECORD).exists()
 
     def remove_unused(self) -> None:
-        """Remove the files of items that neither of the last commits has."""
-        for path in self._folder.iterdir():
-            item = path.name.rpartition(".")[0]
-            known = any(item in one for one in (self._current, self._committed, self._before))
-            if path.name not in (_RECORD, _BEFORE, _DAMAGED) and not known:
-                for slot in _SLOTS:
-                    handle = self._handles.pop((item, slot), None)
-                    if handle is not None:
-                        os.close(handle)
-                path.unlink(missing_ok=True)
+        """Remove the files of items that neither of the last commits has; what cannot be removed stays."""
+        with contextlib.suppress(OSError):
+            for path in self._folder.iterdir():
+                item = path.name.rpartition(".")[0]
+                known = any(item in one for one in (self._current, self._committed, self._before))
+                if path.name not in (_RECORD, _BEFORE, _DAMAGED) and not known:
+                    for slot in _SLOTS:
+                        handle = self._handles.pop((item, slot), None)
+                        if handle is not None:
+                            os.close(handle)
+                    path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -269,6 +322,12 @@ class Store:
                     "page cache, which may be slower and takes memory of its own"
                 )
             return os.open(path, flags, 0o600)
+
+
+def _write_all(handle: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done : done + _CHUNK_BYTES], start + done)
 
 
 def _header(text: str) -> dict[str, Any]:

@@ -95,7 +95,13 @@ def make_private_file(path: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder that only this user can read, with those above it that are missing; others are left alone."""
-    missing = itertools.takewhile(lambda one: not one.exists(), path.parents)
-    for one in (*reversed(list(missing)), path):
+    """Create a folder that only this user can read, with those above it that are missing; others are left alone.
+
+    It is on disk when this is over: what is committed to it later would be lost with it.
+    """
+    missing = itertools.takewhile(lambda one: not one.exists(), (path, *path.parents))
+    for one in reversed(list(missing)):
         one.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # a folder in which others may make files and not see them
+            sync_folder(one.parent)
+    path.mkdir(exist_ok=True)  # an error where it is a file

@@ -125,6 +125,15 @@ def test_missing_folders_above_a_private_one_are_private(tmp_path):
     assert mode_of(tmp_path) == 0o755
 
 
+def test_new_folders_are_on_disk_with_their_names_before_anything_is_put_into_them(tmp_path, monkeypatch):
+    synced, real = [], files.sync_folder
+    monkeypatch.setattr(files, "sync_folder", lambda path: (synced.append(path), real(path)))
+    files.make_private_folder(tmp_path / "a" / "b")
+    assert synced == [tmp_path, tmp_path / "a"]
+    files.make_private_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2
+
+
 def test_whoever_writes_them_files_are_this_users_alone(tmp_path):
     before = os.umask(0o022)
     try:

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import stat
 import threading
 
 import pytest
@@ -152,6 +153,45 @@ def test_after_a_write_that_failed_the_version_before_it_is_read(store, monkeypa
     assert read(store, "a") == {1}
 
 
+def test_what_was_never_committed_and_is_half_written_over_is_not_taken_for_what_it_was(store, monkeypatch):
+    store.write("a", slab(1).bytes)
+    store.commit({"step": 1})
+    store.write("a", slab(2).bytes)
+    real = os.pwrite
+
+    def full(handle, data, offset):
+        real(handle, data[:PAGE], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(FullDiskError):
+        store.write("a", slab(3).bytes)
+    assert "a" not in store
+    with pytest.raises(CheckpointError, match="a is not in .*, because it could not be written"):
+        store.commit({"step": 2}, items={"a"})
+    monkeypatch.undo()
+    assert store.recover() == {"step": 1}
+    assert read(store, "a") == {1}
+
+
+def test_what_the_system_could_not_write_is_written_again_and_not_only_waited_for(store, monkeypatch):
+    """It may have forgotten it: then the next wait succeeds, whatever is on disk."""
+    store.write("a", slab(1, pages=5).bytes)
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda handle: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(CheckpointError, match="broken"):
+        store.commit({"step": 1})
+    written = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "fdatasync", real)
+    monkeypatch.setattr(os, "pwrite", lambda *given: written.append(len(given[1])) or pwrite(*given))
+    store.commit({"step": 2})
+    assert written == [5 * PAGE]
+    store.commit({"step": 3})
+    assert written == [5 * PAGE]
+    assert read(store, "a", pages=5) == {1}
+
+
 def test_a_read_that_fails_in_a_commit_is_told_as_that(store, monkeypatch):
     store.write("a", slab(1).bytes)
 
@@ -210,6 +250,111 @@ def test_a_record_of_another_format_is_for_another_version(store, tmp_path):
     (tmp_path / "store" / "commit.json").write_text('{"format": 2, "items": {}, "about": {}}')
     with pytest.raises(CheckpointError, match=r"another version of rota \(format 2\)"):
         reopened(tmp_path)
+
+
+class Disk:
+    """Fails where it is told to, and knows which names would still be there after the power has failed."""
+
+    RECORDS = ("commit.json", "commit-before.json")
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        self.failing = ""
+        self.synced = {}
+        for name in ("fsync", "fdatasync", "replace"):
+            monkeypatch.setattr(os, name, self.watched(name, getattr(os, name)))
+
+    def watched(self, name, real):
+        def call(*arguments):
+            kind = {"fdatasync": "item", "replace": "rename"}.get(name, "record")
+            if name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode):
+                kind = "folder"
+            # The second rename makes a record count; the first one moves the one before it away.
+            if self.failing == kind and not (kind == "rename" and str(arguments[1]).endswith("before.json")):
+                raise OSError(errno.EIO, "Input/output error")
+            real(*arguments)
+            if kind == "folder":
+                self.synced = self.names()
+
+        return call
+
+    def names(self):
+        return {name: (self.folder / name).read_bytes() for name in self.RECORDS if (self.folder / name).exists()}
+
+    def lose_power(self):
+        """Of the names that nobody waited for, none has come to the disk."""
+        for name in self.RECORDS:
+            (self.folder / name).unlink(missing_ok=True)
+        for name, text in self.synced.items():
+            (self.folder / name).write_bytes(text)
+
+
+MOVES = st.one_of(
+    st.tuples(st.sampled_from("ab"), st.integers(1, 255)),
+    st.tuples(st.just("commit"), st.sampled_from(["", "folder", "record", "item", "rename"])),
+    st.tuples(st.just("end"), st.sampled_from(["die", "lose power"])),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(MOVES, max_size=30))
+def test_what_was_committed_is_found_whatever_fails_and_whoever_ends(tmp_path_factory, moves):
+    """A commit that failed may be found, too: then all of it. (Files are as they were written: a commit waits for it.)"""
+    folder = tmp_path_factory.mktemp("s")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        disk = Disk(folder / "store", monkeypatch)
+        store, _ = reopened(folder)
+        now, sure, possible = {}, {}, []
+        for kind, what in [*moves, ("end", "die"), ("end", "lose power")]:
+            if kind == "commit":
+                disk.failing = what
+                try:
+                    store.commit({"items": dict(now)})
+                except CheckpointError:
+                    assert what
+                    possible.append(dict(now))
+                else:
+                    sure, possible = dict(now), []
+                disk.failing = ""
+            elif kind == "end":
+                store.close()
+                if what == "lose power":
+                    disk.lose_power()
+                store, about = reopened(folder)
+                now = {} if about is None else dict(about["items"])
+                assert now in [sure, *possible]
+                for item, fill in now.items():
+                    assert set(store.mapped(item, writable=False)[:]) == {fill}
+                sure, possible = dict(now), []
+            else:
+                store.write(kind, slab(what, pages=1).bytes)
+                now[kind] = what
+        store.close()
+
+
+def test_after_a_commit_that_nobody_could_wait_for_twice_the_disk_has_what_it_says(store, tmp_path, monkeypatch):
+    """The record was renamed, and then its folder could not be synced."""
+    disk = Disk(tmp_path / "store", monkeypatch)
+    store.write("a", slab(1).bytes)
+    store.commit({"step": 1})
+    for step in (2, 3):
+        disk.failing = "folder"
+        store.write("a", slab(step).bytes)
+        with pytest.raises(CheckpointError, match="a commit cannot be written"):
+            store.commit({"step": step})
+    store.write("a", slab(4).bytes)
+    disk.failing = ""
+    again, about = reopened(tmp_path)
+    assert about == {"step": 2}
+    assert read(again, "a") == {2}
+    assert again.fall_back() == ("commit.json.damaged", True)
+    assert again.recover() == {"step": 1}
+    assert read(again, "a") == {1}
+    again.close()
+    store.commit({"step": 4})
+    again, about = reopened(tmp_path)
+    assert read(again, "a") == {4}
+    again.close()
 
 
 # ---- the commit before the last one ----
