@@ -18,7 +18,7 @@ from rota.cli.options import json_option, print_json
 from rota.cluster import local
 from rota.cluster.device import format_bytes
 from rota.errors import RotaError
-from rota.runtime.reservoir import UnavailableError, compiled
+from rota.runtime.reservoir import UnavailableError, preloaded
 
 _NEEDED = ("torch", "numpy", "safetensors", "click", "rich", "psutil", "cloudpickle", "nvidia-ml-py")
 _MODULES = {"nvidia-ml-py": "pynvml"}
@@ -138,7 +138,7 @@ def _pinning() -> Finding:
 def _reservoir() -> Finding:
     what = "memory"
     try:
-        compiled()
+        preloaded(os.environ)
     except UnavailableError as error:
         text = f"what tensors of spilled tasks free is not held for the next ones, which is slower: {error}"
         return Finding(what=what, state="warning", text=text)

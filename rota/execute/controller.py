@@ -15,7 +15,7 @@ from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.runtime.messages import Balanced, Beat, Began, Failed, Finished, Halted, Left, Measured, Noticed, Saved
 from rota.store.journal import Journal
-from rota.store.run_folder import RunFolder
+from rota.store.run_folder import RunFolder, output_file
 from rota.sweep import Sweep
 from rota.techniques import POOL, travelling
 
@@ -276,7 +276,10 @@ class Controller:
         again = sign.retry and task.losses < self._retries
         reason = sign.reason
         if sign.retry and not again:
-            reason += f", {task.losses + 1} times; see {self._folder.task(task.name)}/output.log"
+            reason += f", {task.losses + 1} times"
+            output = self._folder.task(task.name) / output_file(task.devices.index(device))
+            if output.exists():  # a worker that dies before it begins the task leaves none
+                reason += f"; see {output}"
         self._note(Lost(task=task.name, attempt=task.attempt, device=device, reason=reason, retried=again))
         if again:
             self._enqueue(task)

@@ -56,27 +56,8 @@ static size_t granule = HUGE;
 static size_t resident_bytes, used_bytes, made_bytes;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void (*next_free)(void *);
-static void *(*next_realloc)(void *, size_t);
-static size_t (*next_usable)(void *);
-static int (*next_memalign)(void **, size_t, size_t);
-
-static void find_next(void) {
-    if (next_memalign)
-        return;
-    next_free = (void (*)(void *))dlsym(RTLD_NEXT, "free");
-    next_realloc = (void *(*)(void *, size_t))dlsym(RTLD_NEXT, "realloc");
-    next_usable = (size_t(*)(void *))dlsym(RTLD_NEXT, "malloc_usable_size");
-    next_memalign = (int (*)(void **, size_t, size_t))dlsym(RTLD_NEXT, "posix_memalign");
-}
-
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork(void) { pthread_mutex_unlock(&lock); }
-
-__attribute__((constructor)) static void begin(void) {
-    find_next();
-    pthread_atfork(before_fork, after_fork, after_fork);
-}
 
 static size_t up(size_t size, size_t to) { return (size + to - 1) / to * to; }
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
@@ -400,6 +381,99 @@ void rota_reservoir_give(void *memory) {
     pthread_mutex_unlock(&lock);
 }
 
+/* ---- the allocator behind this one ---- */
+
+static struct {
+    void (*free)(void *);
+    void *(*realloc)(void *, size_t);
+    size_t (*usable_size)(void *);
+    int (*memalign)(void **, size_t, size_t);
+} next;
+static bool next_is_known;
+/* Initial-exec, because the first use of a variable of another model may allocate. Volatile, because glibc tells the
+   compiler that dlsym calls nothing of this file. */
+static __thread volatile bool looking __attribute__((tls_model("initial-exec")));
+
+extern void __libc_free(void *);
+extern void *__libc_realloc(void *, size_t);
+extern void *__libc_memalign(size_t, size_t);
+
+static size_t unknown_size(void *memory) {
+    (void)memory;
+    return 0;
+}
+
+static int libc_memalign(void **found, size_t alignment, size_t size) {
+    void *made = __libc_memalign(alignment, size);
+    if (!made)
+        return ENOMEM;
+    *found = made;
+    return 0;
+}
+
+/* Another library may answer for dlsym, with what follows itself. If that is this library, glibc is used. */
+static void *behind(const char *name, void *ours, void *glibcs) {
+    void *found = dlsym(RTLD_NEXT, name);
+    return found && found != ours ? found : glibcs;
+}
+
+/*
+ * Look for the allocator behind this one. False while this thread does so already: dlsym, and libraries that stand
+ * before or behind this one, allocate and free meanwhile. Threads that look at the same time find the same.
+ */
+static bool find_next(void) {
+    if (__atomic_load_n(&next_is_known, __ATOMIC_ACQUIRE))
+        return true;
+    if (looking)
+        return false;
+    int before = errno;
+    looking = true;
+    void *found_free = behind("free", free, __libc_free);
+    void *found_realloc = behind("realloc", realloc, __libc_realloc);
+    void *found_usable_size = behind("malloc_usable_size", malloc_usable_size, unknown_size);
+    void *found_memalign = behind("posix_memalign", posix_memalign, libc_memalign);
+    looking = false;
+    __atomic_store_n((void **)&next.free, found_free, __ATOMIC_RELAXED);
+    __atomic_store_n((void **)&next.realloc, found_realloc, __ATOMIC_RELAXED);
+    __atomic_store_n((void **)&next.usable_size, found_usable_size, __ATOMIC_RELAXED);
+    __atomic_store_n((void **)&next.memalign, found_memalign, __ATOMIC_RELAXED);
+    __atomic_store_n(&next_is_known, true, __ATOMIC_RELEASE);
+    errno = before;
+    return true;
+}
+
+/* What a thread asks for while it looks: a size, and memory behind it. None of it is used again. */
+static char early[64 << 10];
+static size_t early_used;
+
+static bool is_early(const void *memory) {
+    return (const char *)memory >= early && (const char *)memory < early + sizeof early;
+}
+
+static size_t *early_size(void *memory) { return (size_t *)memory - 1; }
+
+static int take_early(void **found, size_t alignment, size_t size) {
+    if (alignment < sizeof(size_t) || (alignment & (alignment - 1)) != 0)
+        return EINVAL;
+    if (alignment > PAGE || size > sizeof early)
+        return ENOMEM;
+    size_t room = sizeof(size_t) + alignment + size;
+    size_t at = __atomic_fetch_add(&early_used, room, __ATOMIC_RELAXED);
+    if (at + room > sizeof early)
+        return ENOMEM;
+    *found = (void *)up((uintptr_t)early + at + sizeof(size_t), alignment);
+    *early_size(*found) = size;
+    return 0;
+}
+
+__attribute__((constructor)) static void begin(void) {
+    find_next();
+    pthread_atfork(before_fork, after_fork, after_fork);
+}
+
+/* Whether this library is asked first for what it serves. */
+int rota_reservoir_answers(void) { return dlsym(RTLD_DEFAULT, "posix_memalign") == (void *)posix_memalign; }
+
 /* ---- in the place of the allocator's ---- */
 
 int posix_memalign(void **found, size_t alignment, size_t size) {
@@ -411,16 +485,15 @@ int posix_memalign(void **found, size_t alignment, size_t size) {
         if (served)
             return 0;
     }
-    find_next();
-    return next_memalign(found, alignment, size);
+    return find_next() ? next.memalign(found, alignment, size) : take_early(found, alignment, size);
 }
 
 void free(void *memory) {
     struct zone *zone = memory ? zone_of(memory) : NULL;
     if (!zone) {
-        find_next();
-        if (next_free)
-            next_free(memory);
+        /* Whose it is is not known while this thread looks: it stays, which costs some bytes once. */
+        if (memory && !is_early(memory) && find_next())
+            next.free(memory);
         return;
     }
     int before = errno;
@@ -433,8 +506,9 @@ void free(void *memory) {
 size_t malloc_usable_size(void *memory) {
     struct zone *zone = memory ? zone_of(memory) : NULL;
     if (!zone) {
-        find_next();
-        return next_usable(memory);
+        if (is_early(memory))
+            return *early_size(memory);
+        return find_next() ? next.usable_size(memory) : 0;
     }
     pthread_mutex_lock(&lock);
     size_t size = size_at(zone, memory);
@@ -443,9 +517,13 @@ size_t malloc_usable_size(void *memory) {
 }
 
 void *realloc(void *memory, size_t size) {
-    if (!memory || !zone_of(memory)) {
-        find_next();
-        return next_realloc(memory, size);
+    if (!memory || (!zone_of(memory) && !is_early(memory))) {
+        if (find_next())
+            return next.realloc(memory, size);
+        if (!memory)
+            return malloc(size);
+        errno = ENOMEM;
+        return NULL;
     }
     if (size == 0) {
         free(memory);

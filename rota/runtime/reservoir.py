@@ -6,26 +6,35 @@ compiler that is there. Where there is none, or the system is not Linux with gli
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import grp
 import hashlib
+import logging
 import os
 import platform
 import pwd
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from rota.store.cache import cache_folder
 
+_log = logging.getLogger(__name__)
+
 _SOURCE = Path(__file__).with_name("reservoir.c")
+_OPTIONS = ("-O2", "-shared", "-fPIC", "-Wl,-Bsymbolic-functions")
+"""-Bsymbolic-functions: the names that the library uses are its own, whatever stands before it."""
 _COMPILE_S = 60
+_TRIAL = "import ctypes, sys; sys.exit(not ctypes.CDLL(None).rota_reservoir_answers())"
+_TRIAL_S = 20
 _RESERVED = 16
 """Times as much address space as memory: what is not there takes none."""
 _LEAST_RESERVED_BYTES, _MOST_RESERVED_BYTES = 2**32, 2**40
@@ -37,15 +46,37 @@ class UnavailableError(Exception):
 
 # ---- where processes are started ----
 
+_left_out = ""
+"""Why processes are started without it from now on."""
+
 
 def preload(environment: MutableMapping[str, str]) -> None:
     """Have a process that is started with this environment stand ready to hold memory, if it can be done here."""
-    try:
-        library = str(compiled())
-    except UnavailableError:
-        return
+    with contextlib.suppress(UnavailableError):
+        environment["LD_PRELOAD"] = preloaded(environment)
+
+
+def preloaded(environment: Mapping[str, str]) -> str:
+    """What LD_PRELOAD must be in an environment; UnavailableError says why processes cannot be started with it."""
+    if _left_out:
+        raise UnavailableError(_left_out)
+    library = str(compiled())
     others = environment.get("LD_PRELOAD", "")
-    environment["LD_PRELOAD"] = f"{library}:{others}" if others else library
+    wanted = f"{library}:{others}" if others else library
+    fault = _fault(wanted)
+    if fault:
+        beside = f" beside {others}; start rota without that LD_PRELOAD" if others else ""
+        raise UnavailableError(f"a process that is started with it {fault}{beside}")
+    return wanted
+
+
+def leave_out(why: str) -> None:
+    """Start processes without it from now on, and say so: it may be what they died of."""
+    global _left_out
+    with contextlib.suppress(UnavailableError):
+        preloaded(os.environ)
+        _left_out = why
+        _log.warning("workers are started without the library that holds their memory from now on: %s", why)
 
 
 def compiled() -> Path:
@@ -65,7 +96,6 @@ def compiled() -> Path:
         _check_ours(folder)
         if not _is_whole(library):
             _compile(library)
-        _try(library)
     except OSError as error:
         raise UnavailableError(f"{folder} cannot be used ({error.strerror or error})") from error
     return library
@@ -73,7 +103,8 @@ def compiled() -> Path:
 
 @functools.cache
 def _library_name() -> str:
-    return f"{hashlib.sha256(_SOURCE.read_bytes() + platform.machine().encode()).hexdigest()[:16]}.so"
+    made_of = _SOURCE.read_bytes() + " ".join((platform.machine(), *_OPTIONS)).encode()
+    return f"{hashlib.sha256(made_of).hexdigest()[:16]}.so"
 
 
 def _check_ours(folder: Path) -> None:
@@ -113,7 +144,7 @@ def _compile(library: Path) -> None:
         raise UnavailableError("there is no C compiler; install one (gcc or clang)")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        options = ["-O2", "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-ldl", "-lpthread"]
+        options = [*_OPTIONS, "-o", str(made), str(_SOURCE), "-ldl", "-lpthread"]
         try:
             done = subprocess.run([compiler, *options], capture_output=True, errors="replace", timeout=_COMPILE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -126,12 +157,23 @@ def _compile(library: Path) -> None:
 
 
 @functools.cache
-def _try(library: Path) -> None:
-    """Whether it can be loaded: not from a disk that is mounted without execution."""
+def _fault(wanted: str) -> str:
+    """What happens to a process that is started with this LD_PRELOAD; empty if nothing does.
+
+    The disk may be mounted without execution, another library may not bear this one, or answer in its place.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _TRIAL]
     try:
-        Reservoir(ctypes.CDLL(str(library)))
-    except (OSError, AttributeError) as error:
-        raise UnavailableError(f"it cannot be loaded ({error})") from error
+        environment = {**os.environ, "LD_PRELOAD": wanted}
+        done = subprocess.run(command, env=environment, capture_output=True, errors="replace", timeout=_TRIAL_S)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {_TRIAL_S} s"
+    if done.returncode < 0:
+        return f"was killed by {signal.Signals(-done.returncode).name}"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines()
+    return f"does not use it ({said[0] if said else 'another allocator stands before it'})"
 
 
 # ---- in the process itself ----

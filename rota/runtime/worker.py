@@ -48,7 +48,7 @@ from rota.runtime.messages import (
     Try,
 )
 from rota.state import files
-from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, try_lock
+from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, output_file, try_lock
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ class Worker:
         self._link.await_lease()
         try:
             owning = contextlib.nullcontext() if follows else _owning(folder)
-            output = folder / (f"output-{command.rank}.log" if follows else OUTPUT_FILE)
+            output = folder / output_file(command.rank)
             with owning, _output_to(output), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
                 task = _arrived(_unpickle(payload, command.task))

@@ -39,6 +39,11 @@ DEFAULT_ROOT = Path("runs")
 _LOCK_WAIT_S = 2.0
 
 
+def output_file(rank: int) -> str:
+    """What the code of a task printed in one of its processes."""
+    return f"output-{rank}.log" if rank else OUTPUT_FILE
+
+
 class RunFolder:
     """The paths of one run."""
 

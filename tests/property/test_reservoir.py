@@ -277,3 +277,188 @@ def test_what_was_preloaded_before_still_is():
     environment = {"LD_PRELOAD": "/other.so"}
     prepare(environment)
     assert environment["LD_PRELOAD"] == f"{compiled()}:/other.so"
+
+
+# ---- beside other libraries that are preloaded ----
+
+_OTHER = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <malloc.h>
+
+/* What is not found leaves a text behind, which the next call of dlsym frees. */
+static void look(void) {
+    dlsym(RTLD_NEXT, "there_is_no_such_function");
+    dlsym(RTLD_NEXT, "nor_such_a_one");
+    dlsym(RTLD_NEXT, "free");
+}
+
+#ifdef EARLY
+__attribute__((constructor)) static void early(void) { look(); }
+#endif
+
+#ifdef WRAPS
+static bool looking;
+static void (*next_free)(void *);
+static void *(*next_malloc)(size_t);
+static void find(void) {
+    if (next_malloc || looking)
+        return;
+    looking = true;
+    look();
+    next_free = (void (*)(void *))dlsym(RTLD_NEXT, "free");
+    next_malloc = (void *(*)(size_t))dlsym(RTLD_NEXT, "malloc");
+    looking = false;
+}
+static char first[1 << 16];
+static size_t used;
+static bool is_first(void *memory) { return (char *)memory >= first && (char *)memory < first + sizeof first; }
+void *malloc(size_t size) {
+    find();
+    if (next_malloc)
+        return next_malloc(size);
+    used += (size + 31) / 16 * 16;
+    return used < sizeof first ? first + used - (size + 31) / 16 * 16 : NULL;
+}
+void free(void *memory) {
+    find();
+    if (next_free && memory && !is_first(memory))
+        next_free(memory);
+}
+#endif
+
+#ifdef ALIGNS
+void *malloc(size_t size) {
+    void *found = NULL;
+    return posix_memalign(&found, 64, size) == 0 ? found : NULL;
+}
+void *calloc(size_t count, size_t size) {
+    void *found = malloc(count * size);
+    return found ? memset(found, 0, count * size) : NULL;
+}
+__attribute__((constructor)) static void early(void) { look(); }
+#endif
+
+#ifdef THREADS
+static void *work(void *nothing) {
+    look();
+    for (int turn = 0; turn < 2000; turn++) {
+        void *aligned = NULL;
+        if (posix_memalign(&aligned, 64, 4096) != 0)
+            abort();
+        char *plain = realloc(malloc(100), 300);
+        memset(aligned, 1, malloc_usable_size(aligned));
+        memset(plain, 1, 300);
+        free(aligned), free(plain);
+    }
+    return nothing;
+}
+__attribute__((constructor)) static void early(void) {
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++)
+        pthread_create(&threads[i], NULL, work, NULL);
+    for (int i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+}
+#endif
+
+#ifdef HIDES
+/* Finds for others what follows itself, and not what follows them. */
+void *dlsym(void *handle, const char *name) {
+    static void *(*real)(void *, const char *);
+    if (!real)
+        real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", HIDES);
+    return real(handle, name);
+}
+#endif
+
+#ifdef SERVES
+int posix_memalign(void **found, size_t alignment, size_t size) {
+    *found = memalign(alignment, size);
+    return 0;
+}
+#endif
+
+#ifdef DIES
+__attribute__((constructor)) static void early(void) {
+    if (dlsym(RTLD_DEFAULT, "rota_reservoir_hold"))
+        abort();
+}
+#endif
+"""
+
+_USES = """
+import ctypes
+from rota.runtime.reservoir import reservoir
+
+MIB = 2**20
+held = reservoir()
+assert held.hold(24 * MIB)
+libc = ctypes.CDLL(None)
+libc.realloc.restype = libc.malloc.restype = ctypes.c_void_p
+for size in (1000, 3 * MIB):
+    place = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    assert held.has(place.value) == (size > MIB)
+    ctypes.memset(place, 7, size)
+    moved = libc.realloc(place, ctypes.c_size_t(2 * size))
+    assert ctypes.string_at(moved, size) == bytes([7]) * size
+    libc.free(ctypes.c_void_p(moved))
+    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size))))
+assert held.counts_bytes[1] == 0
+print("all was served")
+"""
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Compiles a library that does one thing of `_OTHER`."""
+    folder = tmp_path_factory.mktemp("others")
+    (folder / "other.c").write_text(_OTHER)
+
+    def make(what):
+        path = folder / f"{what}.so"
+        if not path.exists():
+            # The version that dlsym has with this glibc is for the library that stands before it.
+            version = '="GLIBC_2.34"' if what == "HIDES" else ""
+            options = ["-shared", "-fPIC", "-fno-builtin", f"-D{what}{version}", "-o", str(path)]
+            subprocess.run(["cc", *options, str(folder / "other.c"), "-ldl", "-lpthread"], check=True, timeout=60)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("what", ["EARLY", "WRAPS", "ALIGNS", "THREADS", "HIDES"])
+def test_another_preloaded_library_may_allocate_and_look_for_functions_at_any_time(other, what, order):
+    libraries = [str(compiled()), other(what)]
+    done = subprocess.run(
+        [sys.executable, "-c", _USES],
+        env={**os.environ, "LD_PRELOAD": ":".join(libraries if order == "after" else libraries[::-1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "all was served\n"), done.stderr
+
+
+def test_a_library_that_breaks_processes_here_is_left_out_and_told(other, monkeypatch):
+    assert not no_library()
+    monkeypatch.setenv("LD_PRELOAD", other("DIES"))
+    environment = dict(os.environ)
+    prepare(environment)
+    assert environment["LD_PRELOAD"] == other("DIES")
+    with pytest.raises(module.UnavailableError, match=r"killed by SIGABRT beside .*DIES\.so; start rota without"):
+        module.preloaded(os.environ)
+
+
+def test_it_is_left_out_where_another_allocator_stands_before_it(other, monkeypatch):
+    """As where Python itself is linked with one. It would be told to hold memory, and never be asked for any."""
+    monkeypatch.setattr(module, "compiled", lambda: f"{other('SERVES')}:{compiled()}")
+    assert no_library()
+    with pytest.raises(module.UnavailableError, match="another allocator stands before it"):
+        module.preloaded({})

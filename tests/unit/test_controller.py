@@ -127,7 +127,12 @@ def test_a_lost_task_may_go_on_on_another_device(tmp_path, simulate):
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_a_task_is_tried_again_so_many_times_and_then_failed(tmp_path, simulate, retries):
+@pytest.mark.parametrize("printed", [True, False])
+def test_a_task_is_tried_again_so_many_times_and_then_failed(tmp_path, simulate, retries, printed):
+    output = tmp_path / "tasks" / "a" / "output.log"
+    if printed:
+        output.parent.mkdir(parents=True)
+        output.touch()
     faults = [Fault(time_s=3.0 * i + 2, device="cpu:0") for i in range(10)]
     run = simulate(tmp_path, {"a": plan(40)}, devices=1, faults=faults)
     assert run.run(retries=retries) is RunState.INCOMPLETE
@@ -135,7 +140,7 @@ def test_a_task_is_tried_again_so_many_times_and_then_failed(tmp_path, simulate,
     task = run.record.tasks["a"]
     assert task.state is TaskState.FAILED
     assert f"{retries + 1} times" in task.reason
-    assert "output.log" in task.reason
+    assert (f"see {output}" in task.reason) == printed  # only what there is
 
 
 def test_a_loss_that_another_attempt_would_not_help_fails_the_task_at_once(tmp_path, simulate):

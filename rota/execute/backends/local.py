@@ -25,7 +25,7 @@ from rota.cluster.device import Cluster, Device
 from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
 from rota.pickling import pickle_task
-from rota.runtime import channel, limits
+from rota.runtime import channel, limits, reservoir
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
 from rota.state.files import make_private_folder
@@ -41,6 +41,8 @@ _SILENT_S = 6.0
 _IDLE_S = 2.0
 _IDLE_CPU_S = 0.05
 _GOODBYE_S = 1.0
+_CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT}
+"""By which a process ends itself; by other signals others end it."""
 _OUTPUT_TAIL_BYTES = 2000
 _START = "from rota.runtime.worker import main; main()"
 
@@ -280,7 +282,10 @@ class LocalBackend:
         code = worker.exit_code()
         if code is not None:
             self._read(worker)  # what it said before it died still counts
-            self._lose(worker, worker.cause_of_death(code), retry=True)
+            reason = worker.cause_of_death(code)
+            if code in _CRASHES and not worker.ready:
+                reservoir.leave_out(reason)
+            self._lose(worker, reason, retry=True)
             return
         silent_s = time.monotonic() - worker.heard_s
         if silent_s > _SILENT_S and worker.is_still():
@@ -433,7 +438,7 @@ class _WorkerProcess(Peer):
 
     def cause_of_death(self, code: int) -> str:
         """With the last line that it wrote, if it says why."""
-        return how_it_ended(code, last_line(self._output))
+        return how_it_ended(code, last_line(self._output), ready=self.ready)
 
     def end(self) -> None:
         """With everything that it started."""
@@ -444,20 +449,20 @@ class _WorkerProcess(Peer):
 
 
 def last_line(output: IO[bytes]) -> str:
-    """Of what a worker wrote outside of its tasks."""
+    """Of what a worker wrote outside of its tasks; of a crash, what Python calls it and not where it happened."""
     output.seek(0, os.SEEK_END)
     output.seek(max(0, output.tell() - _OUTPUT_TAIL_BYTES))
     lines = output.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+    return next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
 
 
-def how_it_ended(code: int, line: str) -> str:
-    """A sentence about the end of a process."""
+def how_it_ended(code: int, line: str, *, ready: bool) -> str:
+    """A sentence about the end of a process, with the line that it left about it."""
+    how = f"exited with code {code}"
     if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (the machine may have run out of memory)" if -code == signal.SIGKILL else ""
-        return f"its worker was killed by {name}{hint}"
-    return f"its worker exited with code {code}" + (f": {line}" if line else "")
+        how = f"was killed by {signal.Signals(-code).name}"
+        line = line or ("the machine may have run out of memory" if -code == signal.SIGKILL else "")
+    return f"its worker {how}{'' if ready else ' before it was ready'}" + (f" ({line})" if line else "")
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:

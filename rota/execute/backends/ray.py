@@ -133,7 +133,7 @@ class _Remote(Peer):
     def cause_of_death(self, code: int) -> str:
         """As on this machine, or that the node is gone."""
         line = self._ended[1] if self._ended is not None else ""
-        return f"its node is gone ({line})" if code == LOST else how_it_ended(code, line)
+        return f"its node is gone ({line})" if code == LOST else how_it_ended(code, line, ready=self.ready)
 
     def is_still(self) -> bool:
         """By the time that it has used of the processor, as its keeper says."""
