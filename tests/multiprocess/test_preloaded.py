@@ -51,14 +51,16 @@ def library(tmp_path):
 
 
 def test_workers_that_die_of_the_preloaded_library_are_started_without_it(cli, sweep_file, tmp_path, library):
-    done = cli.run("run", sweep_file(steps=4), "--out", "run", "--no-profile", env={"LD_PRELOAD": library(bears_none=False)})
+    preload = {"LD_PRELOAD": library(bears_none=False)}
+    done = cli.run("run", sweep_file(steps=4), "--out", "run", "--no-profile", env=preload)
     assert done.returncode == 0, done.stderr
     assert "workers are started without the library that holds their memory" in done.stderr
     assert "killed by SIGABRT before it was ready (there is no licence for this process)" in done.stderr
 
 
 def test_workers_that_die_at_once_are_told_with_their_last_words(cli, sweep_file, tmp_path, library):
-    done = cli.run("run", sweep_file(steps=4), "--out", "run", "--no-profile", env={"LD_PRELOAD": library(bears_none=True)})
+    preload = {"LD_PRELOAD": library(bears_none=True)}
+    done = cli.run("run", sweep_file(steps=4), "--out", "run", "--no-profile", env=preload)
     assert done.returncode == 1
     for task in rota.open_run(tmp_path / "run").tasks:
         assert "there is no licence for this process" in task.reason
