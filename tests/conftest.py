@@ -5,7 +5,8 @@ the virtual clock.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Whoever starts a thread of rota's ends it and waits for it."""
+    before = set(threading.enumerate())
+    yield
+    left = {thread for thread in threading.enumerate() if thread.name.startswith("rota-")} - before
+    assert not left, f"left behind: {left}"
 
 
 @pytest.fixture(scope="session")

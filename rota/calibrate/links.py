@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from rota.calibrate.known import LINK_FIELDS, Links
 from rota.plan.costs import LinkCost
 from rota.plan.layout import Kind
 from rota.runtime import comm
+from rota.threads import ending_with_parent
 
 _PAYLOAD_BYTES = (2**12, 2**16, 2**19, 2**21, 2**23)
 _COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
@@ -74,22 +74,17 @@ def _root() -> str:
 def link_process() -> None:
     """One of the processes of `measure_links`; the first one writes what was found."""
     rank, size, store, kind, threads, timeout_s = sys.argv[1:]
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(int(threads))
     if kind == "cuda":
         torch.cuda.set_device(int(rank))
-    made = dist.FileStore(store, int(size))  # type: ignore[attr-defined]
-    comm.connect(rank=int(rank), size=int(size), store=made, kind=kind, timeout_s=float(timeout_s))
-    found = measure_links_within(kind=kind)
-    comm.disconnect()
+    with ending_with_parent():
+        made = dist.FileStore(store, int(size))  # type: ignore[attr-defined]
+        comm.connect(rank=int(rank), size=int(size), store=made, kind=kind, timeout_s=float(timeout_s))
+        found = measure_links_within(kind=kind)
+        comm.disconnect()
     if rank == "0":
         sys.stdout.write(json.dumps(found.to_json()) + "\n")
         sys.stdout.flush()
-
-
-def _die_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
 
 
 def measure_links_within(*, kind: str = "cpu", clock: Clock = time.perf_counter) -> Links:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from rota.memory.arena import Spans
 from rota.memory.sharp import Pick, Pool, longest_remaining
 from rota.memory.turns import UnitComes, UnitGone, UnitRan, UnitRuns, UnitsReady
 from rota.runtime import channel
+from rota.threads import OwnedThread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Arbiter:
         self._selector.register(self._woken, selectors.EVENT_READ, "")
         for name, connection in self._connections.items():
             self._selector.register(connection, selectors.EVENT_READ, name)
-        self._thread = threading.Thread(target=self._serve, name="rota-arbiter", daemon=True)
+        self._thread = OwnedThread(self._serve, name="arbiter", wake=lambda: self._wake.sendall(b"x"))
         self._thread.start()
 
     @property
@@ -94,8 +94,7 @@ class Arbiter:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._wake.send(b"x")
-        self._thread.join()
+        self._thread.end()
         for connection in (*self._connections.values(), self._wake, self._woken):
             connection.close()
         self._selector.close()

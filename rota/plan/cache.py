@@ -17,6 +17,7 @@ from rota.plan.layout import Layout, Piece
 from rota.plan.plan import Plan
 from rota.plan.program import Program
 from rota.runtime.pieces import box_of_dims, dim_ranges
+from rota.threads import safe_point
 
 
 class Programs:
@@ -82,8 +83,9 @@ class Programs:
         return made
 
     def compile_all(self) -> None:
-        """Compile for all shapes and modes that are known of; it may be done beside other things."""
+        """Compile for all shapes and modes that are known of; it may be done in an owned thread, which may stop it."""
         for key, graph in self._graphs.items():
+            safe_point()
             _, _, backward, _ = key
             self._keep(key, self._compile(graph, backward))
 

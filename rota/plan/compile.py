@@ -17,6 +17,7 @@ from rota.plan.plan import Plan
 from rota.plan.program import ONCE, FlowInfo, Node, NodeKind, Program, Result, Value
 from rota.plan.reference import lower_reference
 from rota.plan.segments import Draft, draft_segments
+from rota.threads import safe_point
 
 
 def compile_plan(
@@ -44,10 +45,14 @@ def compile_plan(
 
 def _compile(plan: Plan, *, reference: bool) -> Program:
     wiring = wire(plan, lower_reference if reference else lower)
+    safe_point()
     drafts = draft_segments(wiring)
+    safe_point()
     builder = _Builder(wiring, drafts)
     nodes = builder.nodes()
+    safe_point()
     nodes = order_nodes(plan, drafts, nodes)
+    safe_point()
     return builder.program(nodes)
 
 

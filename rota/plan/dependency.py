@@ -22,6 +22,7 @@ from rota.plan.layout import Layout, Piece, Step, canonical
 from rota.plan.microbatches import Microbatches, Mode, local_ranges, microbatches_of
 from rota.plan.plan import Part, Plan
 from rota.plan.program import ONCE
+from rota.threads import safe_point
 
 Lower = Callable[[Layout, Layout], tuple[Step, ...]]
 
@@ -162,11 +163,13 @@ class _Wirer:
 
     def run(self) -> Wiring:
         for op in self.graph.ops:
+            safe_point()
             self._place(op)
         for name, tensor in self.graph.tensors.items():
             if tensor.role in (Role.PARAMETER, Role.BUFFER):
                 self._store(name)
         for name in self.graph.tensors:
+            safe_point()
             self._connect(name)
         for name in dict.fromkeys([*self.graph.outputs.values(), *self.graph.updates.values()]):
             self._deliver(name)

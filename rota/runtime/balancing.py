@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from rota.errors import InputError, TaskError
 from rota.plan.cache import Programs
 from rota.runtime.engine import Engine
 from rota.runtime.user_code import calling
+from rota.threads import OwnedThread, StoppedError
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Balancer:
         make: Callable[[Shares], Callable[[], Way]],
         tell: Tell,
     ) -> None:
-        """`make` is called in the thread that trains; what it returns makes a way, in another.
+        """`make` is called in the thread that trains; what it returns makes a way, in another that may stop it.
 
         `asked` are the shares that what runs now was asked for, if it was for any.
         """
@@ -90,7 +90,7 @@ class Balancer:
         self._asked = asked
         """The shares that were asked for, of what runs now."""
         self._ways: OrderedDict[Shares, Way] = OrderedDict()
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
         self._made: Way | None = None
         self._error = ""
 
@@ -172,13 +172,15 @@ class Balancer:
             sys.setswitchinterval(_SWITCH_S)  # training must not wait long for its turn
             try:
                 self._made = make()
+            except StoppedError:
+                raise
             except Exception as error:  # whatever it is, all go on as they were
                 _log.warning("what was to be moved to cannot be prepared: %s", error)
                 self._error = str(error) or type(error).__name__
             finally:
                 sys.setswitchinterval(before_s)
 
-        self._thread = threading.Thread(target=work, name="rota-balance", daemon=True)
+        self._thread = OwnedThread(work, name="balance")
         self._thread.start()
 
     def due(self) -> Way | None:
@@ -214,9 +216,9 @@ class Balancer:
         self._tell(step=self._step, shares=shares, left_out=self.standing.left_out, pause_s=pause_s, why=self._why)
 
     def close(self) -> None:
-        """Wait for what is being prepared, and forget it."""
+        """Have what is being prepared stop at its next safe point, and forget it."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.end()
         self._thread, self._made, self._error = None, None, ""
         self._ready = self._failed = 0
 

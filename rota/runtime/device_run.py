@@ -17,6 +17,7 @@ from rota.plan.ownership import owned
 from rota.plan.program import ONCE, Node, Program, Segment, Source, Value
 from rota.runtime.pieces import assemble, cut, dim_ranges
 from rota.runtime.segment import SegmentRunner, Tape
+from rota.threads import safe_point
 
 
 class DeviceRun:
@@ -98,6 +99,7 @@ class DeviceRun:
         """Make the code of all segments now, and not when each first runs."""
         for segment in self.program.segments:
             if segment.device == self.device:
+                safe_point()
                 self._runner(segment.index)
 
     def parameters(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:

@@ -60,6 +60,7 @@ class Link:
         self._asked_s = 0.0
         self._granted = threading.Event()
         """Whether a beat was answered that was sent after the latest task came."""
+        self._closing = False
 
     def report(self, report: Report) -> None:
         """Send a report, and keep it; while there is no controller, it is only kept."""
@@ -102,15 +103,25 @@ class Link:
             os._exit(0)
 
     def listen(self, hear: Callable[[Any, bytes], None], *, busy: Callable[[], bool], who: Callable[[], Ready]) -> None:
-        """Take messages for ever. Ends the process where nobody is left to work for.
+        """Take messages until `close`. Ends the process where nobody is left to work for.
 
         `busy` tells whether there is a task, and `who` this worker is, for another controller.
         """
         while True:
             self._take_messages(hear, busy)
-            if self._keeper is None or not self._await_another(who):
+            if self._closing:
+                return
+            if (self._keeper is None or not self._await_another(who)) and not self._closing:
                 # Whoever resumes the run must not find this process still writing.
                 os._exit(0)
+
+    def close(self) -> None:
+        """Have `listen` return."""
+        self._closing = True
+        for one in (self._stream, self._keeper):
+            if one is not None:
+                with contextlib.suppress(OSError):  # the other end may be gone
+                    one.shutdown(socket.SHUT_RDWR)
 
     def _take_messages(self, hear: Callable[[Any, bytes], None], busy: Callable[[], bool]) -> None:
         """Until the connection is closed."""

@@ -233,7 +233,7 @@ class Planned:
         return self._pace
 
     def close(self) -> None:
-        """Wait for what is being prepared."""
+        """Prepare nothing any more."""
         if self._balancer is not None:
             self._balancer.close()
 

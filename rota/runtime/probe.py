@@ -16,7 +16,7 @@ from rota.errors import RotaError, TaskError
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
 from rota.profile.store import Known
-from rota.runtime.executor import KeepsItself, Room
+from rota.runtime.executor import Closes, Room
 from rota.runtime.gang import Gang
 from rota.runtime.limits import lifted
 from rota.runtime.one_device import TIGHT, choose_alone, room_of, spills, state_bytes
@@ -372,10 +372,10 @@ def _roomy(task: Task, room: Room | None) -> contextlib.AbstractContextManager[N
 
 @contextlib.contextmanager
 def _ending(made: Sequence[Any], folder: Path) -> Iterator[None]:
-    """Leave nothing behind of an executor that has files of its own."""
+    """Leave nothing behind of an executor that has threads or files of its own."""
     try:
         yield
     finally:
-        if made and isinstance(made[0], KeepsItself):
+        if made and isinstance(made[0], Closes):
             made[0].close()
             files.remove(folder / STORE_FOLDER)

@@ -49,6 +49,7 @@ from rota.runtime.messages import (
 )
 from rota.state import files
 from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, output_file, try_lock
+from rota.threads import OwnedThread, safe_point
 
 if TYPE_CHECKING:
     import torch
@@ -107,8 +108,13 @@ class Worker:
     def main(self) -> None:
         """Serve until told to shut down."""
         files.ask_before_commits(self._ensure_lease)
-        threading.Thread(target=self._listen, name="rota-listen", daemon=True).start()
-        threading.Thread(target=self._beat, name="rota-beat", daemon=True).start()
+        with (
+            OwnedThread(self._listen, name="listen", wake=self._link.close),
+            OwnedThread(self._beat, name="beat", wake=self._beat_now.set),
+        ):
+            self._serve()
+
+    def _serve(self) -> None:
         device = self._start_torch()
         self.report(Ready(pid=os.getpid()))
         # The first optimizer imports this, which takes as long as torch itself; do it while waiting for a task.
@@ -192,6 +198,7 @@ class Worker:
 
     def _beat(self) -> None:
         while True:
+            safe_point()
             what, since_s, limit_s, retry, step = self._watched
             current = self._current
             beat = Beat(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rota.errors import InputError, RotaError
 from rota.schedule.problem import Problem, Schedule, check_problem
 from rota.schedule.serial import dump_request, dump_solved, load_request, load_solved
 from rota.schedule.solve import Limit, Solved, begin, solve
+from rota.threads import OwnedThread, ending_with_parent
 
 _START = "from rota.schedule.child import main; main()"
 _GRACE_S = 5.0
@@ -41,8 +41,8 @@ class Solving:
         self._closed = False
         # Both pipes in threads: a pipe is smaller than a large problem, and polling must not wait.
         self._threads = [
-            threading.Thread(target=self._write, args=(request,), name="rota-solve-ask", daemon=True),
-            threading.Thread(target=self._read, name="rota-solve-hear", daemon=True),
+            OwnedThread(lambda: self._write(request), name="solve-ask"),
+            OwnedThread(self._read, name="solve-hear"),
         ]
         for thread in self._threads:
             thread.start()
@@ -56,7 +56,7 @@ class Solving:
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         # -P: the current folder is only importable if it is here too.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, str(os.getpid())],
+            [sys.executable, "-P", "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -121,7 +121,7 @@ class Solving:
         self._process.kill()
         self._process.wait()
         for thread in self._threads:
-            thread.join()
+            thread.end()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 # What was not written yet is for nobody.
@@ -186,15 +186,6 @@ class _Teller:
         self._output.flush()
 
 
-def _die_with(parent: int) -> None:
-    """End when the parent does: its end of the pipe closes, or this process gets another parent."""
-    while os.getppid() == parent:
-        readable, _, _ = select.select([0], [], [], 1.0)
-        if readable and not os.read(0, 1):
-            break
-    os._exit(0)
-
-
 def main() -> None:
     """Be the child: a request from stdin, solutions to stdout."""
     # The terminal sends Ctrl-C to every process; the parent ends this one.
@@ -206,14 +197,14 @@ def main() -> None:
         line = _line(pipe)
     if not line:
         return
-    threading.Thread(target=_die_with, args=(int(sys.argv[1]),), name="rota-die-with", daemon=True).start()
     # Nothing else may write to the pipe that the answers go through.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     teller = _Teller(output)
     try:
-        problem, limit, seed, hints = load_request(line)
-        solved = solve(problem, limit=limit, seed=seed, clock=time.monotonic, better=teller.hear, hints=hints)
+        with ending_with_parent():
+            problem, limit, seed, hints = load_request(line)
+            solved = solve(problem, limit=limit, seed=seed, clock=time.monotonic, better=teller.hear, hints=hints)
         teller.tell(solved)
     except InputError as error:
         teller.write({"refused": str(error)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rota.errors import CheckpointError
 from rota.state import checkpoint
 from rota.state.mirror import Mirror
 from rota.state.tree import flatten
+from rota.threads import OwnedThread
 
 _SMALL_BYTES = 2**16
 
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self._folder = folder
         self._mirror = mirror
         self._done = done
-        self._thread: threading.Thread | None = None
+        self._thread: OwnedThread | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._keeps_buffers = True
         self.copy_s = 0.0
@@ -105,7 +105,7 @@ class CheckpointWriter:
             for name, tensor in tensors.items()
         }
         self.copy_s = time.perf_counter() - started_s
-        thread = threading.Thread(target=self._write, args=(skeleton, step), name="rota-checkpoint", daemon=True)
+        thread = OwnedThread(lambda: self._write(skeleton, step), name="checkpoint")
         try:
             thread.start()
         except RuntimeError:  # no memory is left for the stack of a thread; the checkpoint matters more than the wait

@@ -109,6 +109,20 @@ def test_a_room_does_not_know_of_the_rooms_above_it(who, whom):
             assert not any(within(imported, whom) for imported in imports(path)), f"{name} imports {whom}"
 
 
+def test_threads_are_owned():
+    """Others are torn down in the midst of what they do when the interpreter ends, or keep it from ending."""
+    pools = {"rota.memory.mover", "rota.memory.staging"}  # which wait for theirs when they are closed
+    for name, path in MODULES.items():
+        text = path.read_text()
+        assert "daemon=True" not in text, name
+        assert name == "rota.threads" or not {"threading.Thread", "threading.Timer"} & _attributes(path), name
+        assert name in pools or not any("ThreadPoolExecutor" in imported for imported in imports(path)), name
+
+
+def _attributes(path):
+    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
 def test_every_module_says_what_it_is_in_one_line():
     for name, path in MODULES.items():
         text = ast.get_docstring(ast.parse(path.read_text()))

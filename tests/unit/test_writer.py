@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -182,13 +184,22 @@ def test_waiting_without_a_write_returns(folder):
     assert writer.last is None
 
 
-def test_the_writing_thread_does_not_keep_the_process_alive(folder, gate):
-    writer = CheckpointWriter(folder, done=lambda written: None)
-    writer.submit({"step": 1}, step=1)
-    (thread,) = (one for one in threading.enumerate() if one.name == "rota-checkpoint")
-    assert thread.daemon
-    gate.set()
-    writer.wait()
+def test_a_process_that_ends_waits_for_the_write(folder):
+    code = """
+import sys, time, torch
+from pathlib import Path
+from rota.state import checkpoint
+from rota.state.writer import CheckpointWriter
+
+real = checkpoint.save_file
+checkpoint.save_file = lambda *arguments, **keywords: (time.sleep(0.5), real(*arguments, **keywords))
+writer = CheckpointWriter(Path(sys.argv[1]), done=lambda written: None)
+writer.submit({"step": 1, "w": torch.ones(2**20)}, step=1)
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert latest(folder)["step"] == 1
 
 
 def test_a_checkpoint_is_written_even_if_no_thread_can_be_started(folder, monkeypatch):

@@ -32,6 +32,7 @@ from rota.execute.backends.local import end_process, last_line, spawn
 from rota.execute.backends.ray_nodes import ANSWER_S
 from rota.runtime.link import ORPHAN_S, clock_s, hand_over
 from rota.runtime.worker import CODE_FOLDER
+from rota.threads import OwnedThread, safe_point
 
 ray_: Any = untyped_ray
 
@@ -57,7 +58,9 @@ class Keeper:
         self._core: ClaimedCore | None = None
         self._called_s = time.monotonic()
         self._raylet = os.getppid()
-        threading.Thread(target=self._end_when_forgotten, daemon=True).start()
+        self._leaving = threading.Event()
+        self._watch = OwnedThread(self._end_when_forgotten, name="keeper", wake=self._leaving.set)
+        self._watch.start()
 
     def _end_when_forgotten(self) -> None:
         """A worker whose controller has ended waits for another, and ends; so does this.
@@ -66,7 +69,8 @@ class Keeper:
         once, so that the worker's task goes on elsewhere.
         """
         while True:
-            time.sleep(1.0)
+            self._leaving.wait(1.0)
+            safe_point()
             process = self._process
             if os.getppid() != self._raylet:
                 if process is not None:
@@ -79,6 +83,7 @@ class Keeper:
 
     def leave(self) -> None:
         """End, with the worker."""
+        self._watch.end()
         self.end()
         self._vanish()
 
