@@ -100,14 +100,24 @@ class Spilling:
         self._room = parts.room
         files.make_private_folder(self._room.folder)
         self._model = parts.model
-        building = parts.room.building
-        building.finish(parts.model)
+        parts.room.building.finish(parts.model)
         graph = graph or graph_of(parts, batch)
         batch = placed(batch, parts)
         check_spillable(parts, graph)
         host_bytes = self._room.host_bytes
         far = None if host_bytes is None else Far(device=parts.device, host_bytes=host_bytes)
         self._tiers = Tiers(Store(self._room.folder / STORE_FOLDER, notice=notice), Budget(0), far=far)
+        try:
+            self._begin(parts, batch, graph, spill, far, notice)
+        except BaseException:  # nobody else has this executor yet
+            self._tiers.close()
+            raise
+
+    def _begin(
+        self, parts: Parts, batch: Any, graph: Graph, spill: Spill, far: Far | None, notice: Callable[[str], None]
+    ) -> None:
+        """Cut the model, and put what leaves memory on disk."""
+        building = self._room.building
         self._tiers.store.recover()
         self._tiers.store.start_over()
         self._usual = measured_rates(self._room.folder)

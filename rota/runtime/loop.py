@@ -115,7 +115,10 @@ class Loop:
         finally:
             self._outside.watch("", limit_s=None, retry=False, step=self.step)
             self._writer.wait()
+            # A move that is being prepared goes on to its next safe point, and threads finish what they write.
+            self._outside.watch("leaving", limit_s=self._task.setup_timeout_s, retry=True, step=self.step)
             self._while_running.close()
+            self._outside.watch("", limit_s=None, retry=False, step=self.step)
 
     def _prepare(self) -> Training:
         training = Training(

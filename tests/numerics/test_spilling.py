@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rota
-from rota.errors import FitError, TaskError
+from rota.errors import FitError, FullDiskError, TaskError
 from rota.memory import arrange, building, spilling
 from rota.memory.residency import Rates
 from rota.memory.slab import Budget, Slab
@@ -534,3 +535,18 @@ def test_a_parameter_that_no_op_reads_stays_as_it_is(tmp_path):
     surroundings = Surroundings()
     assert isinstance(train(task, tmp_path, surroundings), Finished)
     assert_equals_plain(task, tmp_path, surroundings.rows)
+
+
+def test_a_model_that_cannot_be_put_on_disk_leaves_no_thread(tmp_path, monkeypatch):
+    settle = spilling.Holdings.settle
+
+    def settles_and_fails(self, release):
+        settle(self, release)
+        raise FullDiskError("there is no room left on the disk")
+
+    monkeypatch.setattr(spilling.Holdings, "settle", settles_and_fails)
+    task = gpt_task(strategy=spill())
+    with pytest.raises(TaskError, match="no room left") as caught:
+        train(task, tmp_path, Listening())
+    assert caught.traceback  # which keeps what was made
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("rota-")]
