@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rota.graph.cost import element_bytes
 from rota.graph.refine import Refined
 from rota.plan.box import Box
-from rota.plan.program import ONCE, Node, NodeKind, Program, Segment, Value
+from rota.plan.program import ONCE, Entry, Exit, Node, NodeKind, Program, Segment, Value
 from rota.runtime.footprint import Footprint, Footprints, likeness, slice_bytes
 
 
@@ -70,8 +71,8 @@ class Occupancy:
         self.peak = [0] * program.devices
         self.stored_bytes = [0] * program.devices
         self._held: list[dict[Value, _Storage]] = [{} for _ in range(program.devices)]
-        self._tapes: dict[tuple[int, int], tuple[int, list[_Storage]]] = {}
-        self._summed: set[tuple[int, Value]] = set()
+        self._tapes: dict[tuple[int, int], dict[int, _Storage]] = {}
+        """What a tape keeps of a segment's entries and, behind them, of its exits."""
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
         self._slices: dict[tuple[str, tuple[int, ...]], int] = {}
 
@@ -121,25 +122,35 @@ class Occupancy:
     def _forward(self, node: Node, footprint: Footprint) -> None:
         device = node.devices[0]
         segment = self.program.segments[node.segment]
-        self._need(device, footprint.forward_peak)
+        sliced = [i for i, value in enumerate(node.reads) if value is None]
         entries = [
             self._sliced(segment, i) if value is None else self._held[device][value]
             for i, value in enumerate(node.reads)
         ]
+        for i in sliced:
+            self._keep(device, entries[i])
+        self._need(device, footprint.forward_peak)
         exits: list[_Storage] = []
-        for value, size, shared in zip(node.makes, footprint.exits, footprint.exit_of_entry, strict=True):
-            source = entries[shared] if shared is not None else None
-            storage = source if source is not None else _Storage(size=size)
-            exits.append(storage)
-            self._hold(device, value, storage)
+        for value, size, entry, exit in zip(
+            node.makes, footprint.exits, footprint.exit_of_entry, footprint.exit_of_exit, strict=True
+        ):
+            source = entries[entry] if entry is not None else exits[exit] if exit is not None else _Storage(size=size)
+            exits.append(source)
+            self._hold(device, value, source)
         if segment.grad:
-            kept = [one for one, keep in zip(entries, footprint.keeps_entry, strict=True) if keep and one is not None]
-            kept += [one for one, keep in zip(exits, footprint.keeps_exit, strict=True) if keep]
-            for storage in kept:
-                self._keep(device, storage)
+            keeps = (*footprint.keeps_entry, *footprint.keeps_exit)
+            storages = (*entries, *exits)
+            # Of those in one memory the tape is one holder, and the first stands for them all.
+            first: dict[int, _Storage] = {}
+            for i, (storage, keep) in enumerate(zip(storages, keeps, strict=True)):
+                if keep and not any(storage is one for one in first.values()):
+                    first[i] = storage
+                    self._keep(device, storage)
+            self._tapes[(node.segment, node.microbatch)] = first
             self.live[device] += footprint.kept
             self.peak[device] = max(self.peak[device], self.live[device])
-            self._tapes[(node.segment, node.microbatch)] = (footprint.kept, kept)
+        for i in sliced:
+            self._release(device, entries[i])
 
     def _sliced(self, segment: Segment, index: int) -> _Storage:
         """A part of the batch or of a constant: a copy where it cannot be a view."""
@@ -152,32 +163,54 @@ class Occupancy:
 
     def _backward(self, node: Node, footprint: Footprint) -> None:
         device = node.devices[0]
-        sums = sum(self._held[device][values[0]].size for values in node.gradients if len(values) > 1)
-        self._need(device, sums + footprint.backward_peak)
+        segment = self.program.segments[node.segment]
         incoming = [
-            self._held[device][values[0]] if len(values) == 1 else None if not values else _Storage(size=0)
-            for values in node.gradients
+            self._incoming(device, exit, values) for exit, values in zip(segment.exits, node.gradients, strict=True)
         ]
-        kept, storages = self._tapes.pop((node.segment, node.microbatch))
-        self.live[device] -= kept
-        for storage in storages:
+        again = [self._sliced(segment, i) for i, value in enumerate(node.reads) if value is None and segment.recompute]
+        passing = [
+            one for one, values in zip(incoming, node.gradients, strict=True) if one is not None and len(values) > 1
+        ]
+        for storage in (*passing, *again):
+            self._keep(device, storage)
+        tape = self._tapes.pop((node.segment, node.microbatch))
+        for stretch in footprint.backward:
+            self._need(device, stretch.peak)
+            if stretch.released in tape:
+                self._release(device, tape.pop(stretch.released))
+        self.live[device] -= footprint.kept
+        made: list[_Storage] = []
+        for size, exit, entry in zip(
+            footprint.gradients, footprint.gradient_of_exit, footprint.gradient_of_entry, strict=True
+        ):
+            given = incoming[exit] if exit is not None else made[entry] if entry is not None else None
+            made.append(given if given is not None else _Storage(size=size))
+            self._keep(device, made[-1])
+        for storage in (*passing, *again, *tape.values()):
             self._release(device, storage)
-        entries = self.program.segments[node.segment].entries
-        for i, (value, size) in enumerate(zip(node.adds, footprint.gradients, strict=True)):
-            if value is None:
-                continue
-            handed = footprint.gradient_of_exit[i]
-            given = incoming[handed] if handed is not None else None
-            box = self.program.boxes[value.box]
-            if box.shape != entries[i].box.shape:  # it is spread over a larger piece
-                size = box.size * element_bytes(self.program.refined, entries[i].tensor)
-                given = None
-                self._need(device, 2 * size)
-            if value not in self._held[device]:
-                self._hold(device, value, given if given is not None else _Storage(size=size))
-            elif (device, value) not in self._summed:
-                self._need(device, size)
-                self._summed.add((device, value))
+        for one, value, storage in zip(segment.entries, node.adds, made, strict=True):
+            if value is not None:
+                self._add(device, one, value, storage)
+            self._release(device, storage)
+
+    def _incoming(self, device: int, exit: Exit, values: Sequence[Value]) -> _Storage | None:
+        """The gradient of an exit: a value, or a sum of several."""
+        if len(values) > 1:
+            return _Storage(size=exit.box.size * element_bytes(self.program.refined, exit.tensor))
+        return self._held[device][values[0]] if values else None
+
+    def _add(self, device: int, entry: Entry, value: Value, gradient: _Storage) -> None:
+        box = self.program.boxes[value.box]
+        size = box.size * element_bytes(self.program.refined, entry.tensor)
+        if box.shape != entry.box.shape:  # it is spread over a larger piece
+            gradient = _Storage(size=size)
+            self._need(device, size)
+        held = self._held[device].get(value)
+        if held is None:
+            self._hold(device, value, gradient)
+        elif held.holders > 1 or held.size != size:  # it cannot be added to in place
+            self._hold(device, value, _Storage(size=size))
+            self._release(device, held)
 
     def _exchange(self, node: Node) -> None:
         assert node.step is not None

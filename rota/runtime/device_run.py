@@ -37,8 +37,6 @@ class DeviceRun:
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._runners: dict[int, SegmentRunner] = {}
-        self._summed: set[Value] = set()
-        """The gradients that were summed here, which may be added to in place."""
         self._stored = {
             (name, piece.box): Value(name, ONCE, self._numbers[piece.box])
             for name, layout in program.stored.items()
@@ -185,7 +183,8 @@ class DeviceRun:
             tape, gradients, values=again, place=self._place(node), before=before
         )
         del tape, gradients, again
-        for i, (entry, value, gradient) in enumerate(zip(segment.entries, node.adds, found, strict=True)):
+        for i, (entry, value) in enumerate(zip(segment.entries, node.adds, strict=True)):
+            gradient, found[i] = found[i], None  # so that each is let go of when it was added
             if value is not None and before and before[i] is not None:
                 assert gradient is not None
                 self.values[value] = gradient
@@ -216,7 +215,6 @@ class DeviceRun:
         kept = set(self._stored.values())
         self.values = {value: tensor for value, tensor in self.values.items() if value in kept}
         self._tapes.clear()
-        self._summed.clear()
         self._free = {}
 
     # ---- helpers ----
@@ -264,13 +262,13 @@ class DeviceRun:
         into = self.program.boxes[value.box]
         if into.ranges != box.ranges:  # it contributes to a part of the piece only
             gradient = assemble([(box, gradient)], self._factors[tensor], Box(ranges=into.ranges))
-        if value not in self.values:
-            self.values[value] = gradient
-        elif value in self._summed:
-            self.values[value] += gradient
-        else:  # autograd may have given the same tensor to two entries
-            self.values[value] = self.values[value] + gradient
-            self._summed.add(value)
+        held = self.values.get(value)
+        if held is None:
+            self.values[value] = gradient.detach()  # a view would keep the tensor that it is a view of
+        elif is_owned(held):
+            held += gradient
+        else:  # autograd gave the same memory to two entries, or a value on its way to others is in it
+            self.values[value] = held + gradient
 
 
 def check_state(
@@ -294,6 +292,13 @@ def check_state(
     return state
 
 
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Whether nothing but this tensor is in its memory, so that it may be written into."""
+    storage = tensor.untyped_storage()
+    alone = torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor, and the name above
+    return alone and tensor.numel() * tensor.element_size() == storage.nbytes()
+
+
 def laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """In the order of its parameter's memory, as autograd does it: fused optimizers take both as they lie."""
     return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
@@ -303,7 +308,9 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor | None:
     """The sum of tensors; None of none."""
     if not parts:
         return None
-    found = parts[0]
-    for part in parts[1:]:
-        found = found + part
+    if len(parts) == 1:
+        return parts[0]
+    found = parts[0] + parts[1]
+    for part in parts[2:]:
+        found += part
     return found

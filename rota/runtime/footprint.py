@@ -7,8 +7,9 @@ modelled but seen. Segments that look alike, as those of repeated layers do, are
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +24,15 @@ from rota.runtime.pieces import cut
 from rota.runtime.segment import SegmentRunner, Tape
 
 
+class Stretch(NamedTuple):
+    """The backward run until it lets go of something that others may hold, too; bytes count from its beginning."""
+
+    peak: int
+    """The most that there is, beyond what was there when the backward run began."""
+    released: int | None
+    """The entry, or behind all entries the exit, that it lets go of then; None at the end of the run."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
     """The memory of a segment, in bytes."""
@@ -33,6 +43,8 @@ class Footprint:
     """Of each exit; 0 for one that shares the memory of an entry or of an exit before it."""
     exit_of_entry: tuple[int | None, ...]
     """For each exit, the entry whose memory it shares."""
+    exit_of_exit: tuple[int | None, ...]
+    """For each exit, the exit before it whose memory it shares."""
     forward_peak: int
     """The most that the forward run needs beyond its entries."""
     kept: int
@@ -43,10 +55,22 @@ class Footprint:
     """For each exit, whether it is all that is in its memory and nobody else's, so that it can be moved."""
     backward_peak: int
     """The most that the backward run needs beyond what was kept and the gradients that come in."""
+    backward: tuple[Stretch, ...]
+    """The same, told in the order in which entries and exits that were kept are needed no more."""
     gradients: tuple[int, ...]
     """Of each entry's gradient."""
     gradient_of_exit: tuple[int | None, ...]
     """For each entry, the exit whose gradient is handed on as its own."""
+    gradient_of_entry: tuple[int | None, ...]
+    """For each entry, the entry before it whose gradient is in the same memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Backward:
+    stretches: tuple[Stretch, ...] = ()
+    gradients: tuple[int, ...]
+    handed: tuple[int | None, ...]
+    twins: tuple[int | None, ...]
 
 
 class Footprints:
@@ -86,36 +110,46 @@ class Footprints:
             ledger.watch(0)
             outputs, tape = runner.forward(list(values), place)
             forward_peak = ledger.peak_bytes.get(0, 0)
-            exits, shared = _exits(values, outputs)
-            entry_refs = [weakref.ref(value.untyped_storage()) for value in values]
-            exit_refs = [weakref.ref(output.untyped_storage()) for output in outputs]
+            keys = [one.untyped_storage()._cdata for one in (*values, *outputs)]
+            exits, shared, repeated = _exits(outputs, keys)
+            refs = [weakref.ref(one.untyped_storage()) for one in (*values, *outputs)]
             shapes = [(tuple(output.shape), output.dtype) for output in outputs]
             own = _whole_of_their_own(values, outputs)
             del values, outputs  # what is alive now is what the tape keeps
-            keeps_entry = tuple(ref() is not None for ref in entry_refs)
-            keeps_exit = tuple(ref() is not None for ref in exit_refs)
-            kept = ledger.live_bytes.get(0, 0) - sum(size for size, keep in zip(exits, keeps_exit, strict=True) if keep)
-            backward_peak, gradients = 0, tuple(0 for _ in segment.entries)
-            handed: tuple[int | None, ...] = tuple(None for _ in segment.entries)
+            keeps = tuple(ref() is not None for ref in refs)
+            keeps_entry, keeps_exit = keeps[: len(sizes)], keeps[len(sizes) :]
+            held = {key: i for i, (key, keep) in reversed([*enumerate(zip(keys, keeps, strict=True))]) if keep}
+            ledger.pass_on(0, -1, only=held)  # whether it is freed with the tape is for its other holders to say
+            kept = ledger.live_bytes.get(0, 0)
+            backward = _Backward(gradients=(0,) * len(sizes), handed=(None,) * len(sizes), twins=(None,) * len(sizes))
             if tape is not None:
-                backward_peak, gradients, handed = self._measure_backward(runner, tape, shapes, ledger, place)
+                backward = self._measure_backward(runner, tape, shapes, ledger, place, held)
         return Footprint(
             entries=sizes,
             exits=exits,
             exit_of_entry=shared,
+            exit_of_exit=repeated,
             forward_peak=forward_peak,
-            kept=max(0, kept),
+            kept=kept,
             keeps_entry=keeps_entry,
             keeps_exit=keeps_exit,
             moves_exit=tuple(one and not keep for one, keep in zip(own, keeps_exit, strict=True)),
-            backward_peak=backward_peak,
-            gradients=gradients,
-            gradient_of_exit=handed,
+            backward_peak=max((one.peak for one in backward.stretches), default=0),
+            backward=backward.stretches,
+            gradients=backward.gradients,
+            gradient_of_exit=backward.handed,
+            gradient_of_entry=backward.twins,
         )
 
     def _measure_backward(
-        self, runner: SegmentRunner, tape: Tape, shapes: Any, ledger: Ledger, place: Place
-    ) -> tuple[int, tuple[int, ...], tuple[int | None, ...]]:
+        self,
+        runner: SegmentRunner,
+        tape: Tape,
+        shapes: Any,
+        ledger: Ledger,
+        place: Place,
+        held: Mapping[int, int],
+    ) -> _Backward:
         ledger.watch(-1)
         again = [
             self._fake(entry.tensor, entry.box.shape) if entry.again or runner.segment.recompute else None
@@ -132,6 +166,15 @@ class Footprints:
         ledger.watch(0)
         before = ledger.live_bytes.get(0, 0)
         ledger.peak_bytes[0] = before
+        stretches: list[Stretch] = []
+        waiting = dict(held)
+
+        def note(key: int) -> None:
+            released = waiting.pop(key, None)
+            if released is not None:
+                stretches.append(Stretch(peak=ledger.peak_bytes[0] - before, released=released))
+                ledger.peak_bytes[0] = ledger.live_bytes[0]
+
         if runner.segment.recompute:
             tape = runner.record_again(tape, again, place)
         if self._whole_tapes:
@@ -139,19 +182,23 @@ class Footprints:
             recorded = ledger.live_bytes.get(0, 0) - before
             ledger.pass_on(0, -1)
             before = ledger.peak_bytes[0] = 0
+        else:
+            ledger.on_free = note
         found = runner.differentiate(tape, incoming, values=again)
+        ledger.on_free = lambda key: None
         peak = ledger.peak_bytes[0] - before
         if self._whole_tapes:
             peak = max(recorded_peak, recorded + peak)
+        stretches.append(Stretch(peak=peak, released=None))
         gradients = tuple(0 if one is None else one.untyped_storage().nbytes() for one in found)
-        keys = [None if one is None else one.untyped_storage()._cdata for one in incoming]
-        handed = tuple(
-            keys.index(one.untyped_storage()._cdata)
-            if one is not None and one.untyped_storage()._cdata in keys
-            else None
-            for one in found
+        given = [None if one is None else one.untyped_storage()._cdata for one in incoming]
+        made = [None if one is None else one.untyped_storage()._cdata for one in found]
+        return _Backward(
+            stretches=tuple(stretches),
+            gradients=gradients,
+            handed=tuple(_place_of(key, given) for key in made),
+            twins=tuple(_place_of(key, made[:i]) for i, key in enumerate(made)),
         )
-        return peak, gradients, handed
 
     def _fake(self, tensor: str, widths: tuple[int, ...]) -> torch.Tensor:
         shape = local_shape(self._refined.factors[tensor], widths)
@@ -172,18 +219,22 @@ def _charged(ledger: Ledger, value: torch.Tensor) -> int:
     return value.untyped_storage().nbytes()
 
 
-def _exits(values: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """The bytes of each exit, and the entry whose memory it shares."""
-    entries = [value.untyped_storage()._cdata for value in values]
-    seen: list[int] = []
-    sizes: list[int] = []
-    shared: list[int | None] = []
-    for output in outputs:
-        key = output.untyped_storage()._cdata
-        shared.append(entries.index(key) if key in entries else None)
-        sizes.append(0 if key in entries or key in seen else output.untyped_storage().nbytes())
-        seen.append(key)
-    return tuple(sizes), tuple(shared)
+def _exits(
+    outputs: Sequence[torch.Tensor], keys: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int | None, ...], tuple[int | None, ...]]:
+    """The bytes of each exit, the entry whose memory it shares, and the exit before it whose memory it shares."""
+    entries, made = keys[: len(keys) - len(outputs)], keys[len(keys) - len(outputs) :]
+    of_entry = tuple(_place_of(key, entries) for key in made)
+    of_exit = tuple(_place_of(key, made[:i]) for i, key in enumerate(made))
+    sizes = tuple(
+        output.untyped_storage().nbytes() if entry is None and exit is None else 0
+        for output, entry, exit in zip(outputs, of_entry, of_exit, strict=True)
+    )
+    return sizes, of_entry, of_exit
+
+
+def _place_of(key: int | None, keys: Sequence[int | None]) -> int | None:
+    return keys.index(key) if key is not None and key in keys else None
 
 
 def _whole_of_their_own(values: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[bool]:

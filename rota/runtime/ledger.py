@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes: dict[int | None, int] = {}
         self._known: dict[int, tuple[int | None, int]] = {}
         """id of a live storage -> its device and bytes"""
+        self.on_free: Callable[[int], None] = lambda key: None
+        """Called with the id of each storage that was freed."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -55,10 +57,10 @@ class Ledger(TorchDispatchMode):
             self._change(owner, -size)
             self._change(device, size)
 
-    def pass_on(self, device: int | None, to: int | None) -> None:
-        """All that a device has now belongs to another from here on."""
+    def pass_on(self, device: int | None, to: int | None, *, only: Collection[int] | None = None) -> None:
+        """All that a device has now, or only these storages of it, belongs to another from here on."""
         for key, (owner, size) in self._known.items():
-            if owner == device:
+            if owner == device and (only is None or key in only):
                 self._known[key] = (to, size)
                 self._change(owner, -size)
                 self._change(to, size)
@@ -66,6 +68,7 @@ class Ledger(TorchDispatchMode):
     def _free(self, key: int) -> None:
         device, size = self._known.pop(key)
         self._change(device, -size)
+        self.on_free(key)
 
     def _change(self, device: int | None, size: int) -> None:
         live = self.live_bytes.get(device, 0) + size

@@ -167,7 +167,7 @@ class SegmentRunner:
                 begun = _Entry.apply(anchor, value) if entry.grad else value  # type: ignore[no-untyped-call]
                 tape.entries.append(get_gradient_edge(begun) if entry.grad else None)
                 inputs.append(begun)
-            del begun
+                del begun
             with self._dropping(tape, values):
                 outputs = self._run(inputs, place)
         tape.exits = [(get_gradient_edge(output), output.dtype) if output.requires_grad else None for output in outputs]
