@@ -9,7 +9,7 @@ from rota.graph.cost import element_bytes
 from rota.graph.refine import Refined
 from rota.plan.box import Box
 from rota.plan.program import ONCE, Entry, Exit, Node, NodeKind, Program, Segment, Value
-from rota.runtime.footprint import Footprint, Footprints, likeness, slice_bytes
+from rota.runtime.footprint import Footprint, Footprints, Strides, likeness, slice_bytes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,8 +37,8 @@ class _Alike:
         self._refined = refined
         self._plain = plain_random
 
-    def of(self, segment: Segment) -> Footprint:
-        """Of one segment."""
+    def of(self, segment: Segment, strides: Sequence[Strides]) -> Footprint:
+        """Of one segment, whose entries lie so in memory."""
         calls, *rest = likeness(self._refined, segment)
         widths = []
         for call in segment.calls:
@@ -50,28 +50,30 @@ class _Alike:
                 )
             )
         # All that likeness tells of a call but its ranges.
-        key = (tuple((*call[:6], *call[7:]) for call in calls), tuple(widths), self._plain, *rest)
+        key = (tuple((*call[:6], *call[7:]) for call in calls), tuple(widths), self._plain, tuple(strides), *rest)
         found = _FOOTPRINTS.get(key)
         if found is None:
             if len(_FOOTPRINTS) >= _MOST_FOOTPRINTS:
                 _FOOTPRINTS.clear()
-            found = _FOOTPRINTS[key] = self._footprints.of(segment)
+            found = _FOOTPRINTS[key] = self._footprints.of(segment, strides)
         return found
 
 
 class Occupancy:
     """Replays what every device holds."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, plain_random: bool = False) -> None:
+        """`plain_random` if random numbers will be drawn as PyTorch draws them."""
         self.program = program
-        self.footprints = _Alike(
-            program.refined, plain_random=program.devices == 1
-        )  # alone, a task draws as PyTorch does
+        self.footprints = _Alike(program.refined, plain_random=plain_random)
         self.live = [0] * program.devices
         self.peak = [0] * program.devices
         self.stored_bytes = [0] * program.devices
         self._held: list[dict[Value, _Storage]] = [{} for _ in range(program.devices)]
-        self._tapes: dict[tuple[int, int], dict[int, _Storage]] = {}
+        self._strides: dict[tuple[int, Value], Strides] = {}
+        """Of values whose elements do not follow each other."""
+        self._prints: dict[tuple[int, tuple[Strides, ...]], Footprint] = {}
+        self._tapes: dict[tuple[int, int], tuple[Footprint, dict[int, _Storage]]] = {}
         """What a tape keeps of a segment's entries and, behind them, of its exits."""
         self._numbers = {box: number for number, box in enumerate(program.boxes)}
         self._slices: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -84,14 +86,13 @@ class Occupancy:
                 size = piece.box.size * element_bytes(program.refined, name)
                 self._hold(piece.device, Value(name, ONCE, self._numbers[piece.box]), _Storage(size=size))
                 self.stored_bytes[piece.device] += size
-        prints = [self.footprints.of(segment) for segment in program.segments]
         for node, frees in zip(program.nodes, program.frees, strict=True):
             if node.kind is NodeKind.EXCHANGE:
                 self._exchange(node)
             elif node.kind is NodeKind.FORWARD:
-                self._forward(node, prints[node.segment])
+                self._forward(node)
             else:
-                self._backward(node, prints[node.segment])
+                self._backward(node)
             for device, value in frees:
                 self._drop(device, value)
         return self.peak
@@ -119,9 +120,10 @@ class Occupancy:
     def _need(self, device: int, size: int) -> None:
         self.peak[device] = max(self.peak[device], self.live[device] + size)
 
-    def _forward(self, node: Node, footprint: Footprint) -> None:
+    def _forward(self, node: Node) -> None:
         device = node.devices[0]
         segment = self.program.segments[node.segment]
+        footprint = self._footprint(device, segment, node.reads)
         sliced = [i for i, value in enumerate(node.reads) if value is None]
         entries = [
             self._sliced(segment, i) if value is None else self._held[device][value]
@@ -131,6 +133,9 @@ class Occupancy:
             self._keep(device, entries[i])
         self._need(device, footprint.forward_peak)
         exits: list[_Storage] = []
+        for value, strides in zip(node.makes, footprint.exit_strides, strict=True):
+            if strides is not None:
+                self._strides[(device, value)] = strides
         for value, size, entry, exit in zip(
             node.makes, footprint.exits, footprint.exit_of_entry, footprint.exit_of_exit, strict=True
         ):
@@ -146,11 +151,18 @@ class Occupancy:
                 if keep and not any(storage is one for one in first.values()):
                     first[i] = storage
                     self._keep(device, storage)
-            self._tapes[(node.segment, node.microbatch)] = first
+            self._tapes[(node.segment, node.microbatch)] = (footprint, first)
             self.live[device] += footprint.kept
             self.peak[device] = max(self.peak[device], self.live[device])
         for i in sliced:
             self._release(device, entries[i])
+
+    def _footprint(self, device: int, segment: Segment, reads: Sequence[Value | None]) -> Footprint:
+        strides = tuple(None if value is None else self._strides.get((device, value)) for value in reads)
+        key = (segment.index, strides)
+        if key not in self._prints:
+            self._prints[key] = self.footprints.of(segment, strides)
+        return self._prints[key]
 
     def _sliced(self, segment: Segment, index: int) -> _Storage:
         """A part of the batch or of a constant: a copy where it cannot be a view."""
@@ -161,7 +173,7 @@ class Occupancy:
             self._slices[key] = slice_bytes(self.program.refined, entry.tensor, whole, entry.box)
         return _Storage(size=self._slices[key])
 
-    def _backward(self, node: Node, footprint: Footprint) -> None:
+    def _backward(self, node: Node) -> None:
         device = node.devices[0]
         segment = self.program.segments[node.segment]
         incoming = [
@@ -173,7 +185,7 @@ class Occupancy:
         ]
         for storage in (*passing, *again):
             self._keep(device, storage)
-        tape = self._tapes.pop((node.segment, node.microbatch))
+        footprint, tape = self._tapes.pop((node.segment, node.microbatch))
         for stretch in footprint.backward:
             self._need(device, stretch.peak)
             if stretch.released in tape:

@@ -30,11 +30,14 @@ class Simulation:
     """Over all devices."""
 
 
-def simulate(program: Program, costs: Costs | None = None) -> Simulation:
-    """Replay a program with a clock and a ledger for each device."""
+def simulate(program: Program, costs: Costs | None = None, *, plain_random: bool = False) -> Simulation:
+    """Replay a program with a clock and a ledger for each device.
+
+    `plain_random` if random numbers will be drawn as PyTorch draws them, which takes other memory.
+    """
     costs = costs or Costs()
     times = blocking_times(program, costs) if costs.calibration is None else Replay(program, costs).run()
-    memory = Occupancy(program)
+    memory = Occupancy(program, plain_random=plain_random)
     peaks = memory.replay()
     return Simulation(
         makespan_s=times.makespan_s,

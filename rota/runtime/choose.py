@@ -15,7 +15,7 @@ from rota.errors import CaptureError, RotaError
 from rota.graph.anywhere import anywhere
 from rota.graph.capture import capture
 from rota.graph.graph import Graph
-from rota.plan.simulate import Simulation
+from rota.plan.simulate import Simulation, simulate
 from rota.profile.estimate import WORTH_S
 from rota.runtime.alone import Alone
 from rota.runtime.balancing import Tell, silent
@@ -118,8 +118,8 @@ def choose(
 
 
 def needed_bytes(graph: Graph) -> int:
-    """What one device needs for a step, with Adam's moments."""
-    return _with_moments(single()(graph, 1).compile().simulate())
+    """What one device needs for a step of plain PyTorch, with Adam's moments."""
+    return _with_moments(simulate(single()(graph, 1).compile(), plain_random=True))
 
 
 def _with_moments(alone: Simulation) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from rota.graph.graph import Ref
 from rota.graph.part import Place
@@ -23,8 +23,12 @@ from rota.runtime.ledger import Ledger
 from rota.runtime.pieces import cut
 from rota.runtime.segment import SegmentRunner, Tape
 
+Strides = tuple[int, ...] | None
+"""How a tensor lies in its memory; None for one whose elements follow each other."""
 
-class Stretch(NamedTuple):
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
     """The backward run until it lets go of something that others may hold, too; bytes count from its beginning."""
 
     peak: int
@@ -45,6 +49,7 @@ class Footprint:
     """For each exit, the entry whose memory it shares."""
     exit_of_exit: tuple[int | None, ...]
     """For each exit, the exit before it whose memory it shares."""
+    exit_strides: tuple[Strides, ...]
     forward_peak: int
     """The most that the forward run needs beyond its entries."""
     kept: int
@@ -73,6 +78,48 @@ class _Backward:
     twins: tuple[int | None, ...]
 
 
+class _FakeLedger(Ledger):  # type: ignore[no-untyped-call]
+    """Counts tensors without data; asks the kernel where the size of what it makes is its own matter."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.mkldnn_rnn_layer.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        *results, workspace = func(*args, **(kwargs or {}))
+        workspace = workspace.new_empty(_workspace_bytes(args))
+        for one in (*results, workspace):
+            self.charge(one)
+        return (*results, workspace)
+
+
+_MOST_STEPS = 32
+_WORKSPACES: dict[object, int] = {}
+
+
+def _workspace_bytes(args: tuple[Any, ...]) -> int:
+    """What a recurrent layer of oneDNN keeps for its backward run, which only the kernel knows.
+
+    It grows evenly with the steps but for the rounding to pages, so that of long sequences some steps are enough.
+    """
+    steps = int(args[0].shape[0])
+    key = tuple((tuple(one.shape), one.dtype) if isinstance(one, torch.Tensor) else str(one) for one in args)
+    if key not in _WORKSPACES:
+        if steps <= _MOST_STEPS:
+            _WORKSPACES[key] = _asked_bytes(args, steps)
+        else:
+            half, most = (_asked_bytes(args, count) for count in (_MOST_STEPS // 2, _MOST_STEPS))
+            _WORKSPACES[key] = most + (most - half) * 2 * (steps - _MOST_STEPS) // _MOST_STEPS
+    return _WORKSPACES[key]
+
+
+def _asked_bytes(args: tuple[Any, ...], steps: int) -> int:
+    with unset_fake_temporarily():
+        real = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one for one in args]
+        real[0] = real[0][:steps]
+        return int(torch.ops.aten.mkldnn_rnn_layer.default(*real)[-1].nbytes)
+
+
 class Footprints:
     """The footprints of a program's segments."""
 
@@ -92,20 +139,23 @@ class Footprints:
         """How many different ones were found so far."""
         return len(self._known)
 
-    def of(self, segment: Segment) -> Footprint:
-        """Of one segment; run once for all that look like it."""
-        key = likeness(self._refined, segment)
+    def of(self, segment: Segment, strides: Sequence[Strides] = ()) -> Footprint:
+        """Of one segment, whose entries lie so in memory; run once for all that look like it."""
+        key = likeness(self._refined, segment), *strides
         if key not in self._known:
-            self._known[key] = self._measure(segment)
+            self._known[key] = self._measure(segment, strides or (None,) * len(segment.entries))
         return self._known[key]
 
-    def _measure(self, segment: Segment) -> Footprint:
+    def _measure(self, segment: Segment, strides: Sequence[Strides]) -> Footprint:
         runner = SegmentRunner(segment, self._refined)
         place = Place(key=1, plain=self._plain)
-        ledger = Ledger()
+        ledger = _FakeLedger()
         with self._mode, ledger:
             ledger.watch(-1)
-            values = [self._fake(entry.tensor, entry.box.shape) for entry in segment.entries]
+            values = [
+                self._fake(entry.tensor, entry.box.shape, one)
+                for entry, one in zip(segment.entries, strides, strict=True)
+            ]
             sizes = tuple(_charged(ledger, value) for value in values)
             ledger.watch(0)
             outputs, tape = runner.forward(list(values), place)
@@ -114,6 +164,7 @@ class Footprints:
             exits, shared, repeated = _exits(outputs, keys)
             refs = [weakref.ref(one.untyped_storage()) for one in (*values, *outputs)]
             shapes = [(tuple(output.shape), output.dtype) for output in outputs]
+            laid = tuple(None if one.is_contiguous() else tuple(one.stride()) for one in outputs)
             own = _whole_of_their_own(values, outputs)
             del values, outputs  # what is alive now is what the tape keeps
             keeps = tuple(ref() is not None for ref in refs)
@@ -123,12 +174,13 @@ class Footprints:
             kept = ledger.live_bytes.get(0, 0)
             backward = _Backward(gradients=(0,) * len(sizes), handed=(None,) * len(sizes), twins=(None,) * len(sizes))
             if tape is not None:
-                backward = self._measure_backward(runner, tape, shapes, ledger, place, held)
+                backward = self._measure_backward(runner, tape, shapes, ledger, place, held, strides)
         return Footprint(
             entries=sizes,
             exits=exits,
             exit_of_entry=shared,
             exit_of_exit=repeated,
+            exit_strides=laid,
             forward_peak=forward_peak,
             kept=kept,
             keeps_entry=keeps_entry,
@@ -149,11 +201,12 @@ class Footprints:
         ledger: Ledger,
         place: Place,
         held: Mapping[int, int],
+        strides: Sequence[Strides],
     ) -> _Backward:
         ledger.watch(-1)
         again = [
-            self._fake(entry.tensor, entry.box.shape) if entry.again or runner.segment.recompute else None
-            for entry in runner.segment.entries
+            self._fake(entry.tensor, entry.box.shape, one) if entry.again or runner.segment.recompute else None
+            for entry, one in zip(runner.segment.entries, strides, strict=True)
         ]
         for value in again:
             if value is not None:
@@ -200,9 +253,10 @@ class Footprints:
             twins=tuple(_place_of(key, made[:i]) for i, key in enumerate(made)),
         )
 
-    def _fake(self, tensor: str, widths: tuple[int, ...]) -> torch.Tensor:
+    def _fake(self, tensor: str, widths: tuple[int, ...], strides: Strides = None) -> torch.Tensor:
         shape = local_shape(self._refined.factors[tensor], widths)
-        return torch.empty(shape, dtype=getattr(torch, self._refined.graph.tensors[tensor].dtype))
+        dtype = getattr(torch, self._refined.graph.tensors[tensor].dtype)
+        return torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
 
 
 def slice_bytes(refined: Refined, tensor: str, outer: Box, inner: Box) -> int:
