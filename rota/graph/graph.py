@@ -102,6 +102,8 @@ class Graph:
     """What the batch looks like, see batch.py."""
     notes: tuple[str, ...] = ()
     """What the user should know about how it was captured."""
+    rewrites: tuple[tuple[Any, ...], ...] = ()
+    """What it went through since then, see rewrite.py: the name of each rewrite and its arguments."""
 
     @property
     def loss(self) -> Tensor:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.graph.graph import Graph, Op, Ref, Role, Tensor, refs
+from rota.graph.rewrite import rewrite
 
 _NONE, _SUM, _REDUCTION = 0, 2, 3
 
 
+@rewrite
 def scale_before_sum(graph: Graph) -> Graph:
     """The same computation up to rounding; the graph itself if it has no such loss."""
     totals = {op.outputs[0]: op for op in graph.ops if _is_total(graph, op)}

@@ -8,7 +8,7 @@ two numbers of each row from the others, and never their scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rota.graph.graph import Graph, Op, Ref, Role, Tensor, refs
+from rota.graph.rewrite import rewrite
 from rota.graph.rules import register_rule
 
 BLOCK_SCORES = "rota::block_scores"
@@ -25,16 +26,19 @@ _NONE, _SUM = 0, 2
 """The numbers that ATen has for the reductions of losses; a mean was turned into a sum when it was captured."""
 
 
+@rewrite
 def block_classes(graph: Graph, blocks: int) -> Graph:
     """The same computation, with the classes of each cross-entropy in so many blocks.
 
     A loss stays as it is if its classes do not divide into the blocks, or if it has weights of classes, smoothed
     labels, probabilities as targets, more than two dims, or fewer than 32 bits.
     """
+    if blocks == 1 or not any(_can_block(op, graph.tensors, blocks) for op in graph.ops):
+        return graph
     tensors = dict(graph.tensors)
     ops: list[Op] = []
     for op in graph.ops:
-        if blocks > 1 and _can_block(op, tensors, blocks):
+        if _can_block(op, tensors, blocks):
             ops += _blocked(op, tensors, blocks)
         else:
             ops.append(op)
@@ -45,7 +49,7 @@ def _argument(op: Op, position: int, name: str, default: Any) -> Any:
     return op.args[position] if position < len(op.args) else op.kwargs.get(name, default)
 
 
-def _can_block(op: Op, tensors: dict[str, Tensor], blocks: int) -> bool:
+def _can_block(op: Op, tensors: Mapping[str, Tensor], blocks: int) -> bool:
     if op.kind != "cross_entropy_loss" or op.outputs[0] is None:
         return False
     scores, target, loss = (tensors[name] for name in (op.args[0].name, op.args[1].name, op.outputs[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Iterable
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 from rota.errors import InputError, RotaError
 from rota.graph.graph import Graph
 from rota.graph.refine import Refined, refine
+from rota.graph.rewrite import repeated
 from rota.plan.box import WHOLE_VALUE, Box
 from rota.plan.check import check
 from rota.plan.layout import Kind, Layout, Piece, Step
@@ -54,6 +56,8 @@ def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Progra
     if version != _VERSION:
         raise InputError(f"the program is in format {version} and this rota reads {_VERSION}; compile it again")
     if of_graph != digest(graph):
+        graph, refined = _rewritten(graph, data), None
+    if of_graph != digest(graph):
         raise InputError("the program belongs to another graph; compile the plan again for this one")
     try:
         program = _Reader(data).program(refine(graph) if refined is None else refined)
@@ -61,6 +65,15 @@ def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Progra
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RotaError) as error:
         raise InputError(f"the program was altered or damaged ({error}); compile the plan again") from error
     return program
+
+
+def _rewritten(graph: Graph, data: dict[str, Any]) -> Graph:
+    """The graph as the strategy had it; as it is, if it cannot be brought there."""
+    importlib.import_module("rota.strategies")  # some rewrites are theirs
+    try:
+        return repeated(graph, data["rewrites"])
+    except (LookupError, TypeError, ValueError, AttributeError, RotaError):
+        return graph
 
 
 class _Writer:
@@ -76,6 +89,7 @@ class _Writer:
         found = {
             "version": _VERSION,
             "graph": digest(program.refined.graph),
+            "rewrites": program.refined.graph.rewrites,
             "devices": program.devices,
             "microbatches": program.microbatches.count,
             "known_boxes": len(program.boxes),

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 from rota.errors import InputError
 from rota.graph.cost import element_bytes
 from rota.graph.graph import Graph, Op, Ref, Role
+from rota.graph.rewrite import rewrite
 from rota.plan.box import even_widths
 from rota.plan.microbatches import Mode, microbatches_of
 from rota.plan.plan import At, Plan
@@ -46,7 +47,7 @@ class Recycled(Recipe):
 
     def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """If passes follow each other, with what goes from one to the next brought together for all samples."""
-        return _gathered(graph) if self.order == "sequential" else graph
+        return gather_between_passes(graph) if self.order == "sequential" else graph
 
     def begin(self, plan: Plan, degree: int) -> _Stages:
         """Refused if no layer runs first without and then with gradient."""
@@ -98,7 +99,8 @@ def find_passes(graph: Graph) -> Passes:
     return Passes(count=count, number=number, like=like)
 
 
-def _gathered(graph: Graph) -> Graph:
+@rewrite
+def gather_between_passes(graph: Graph) -> Graph:
     """The same computation; what a pass makes for the next goes through an op that needs all samples at once."""
     number = find_passes(graph).number
     maker = {name: op for op in graph.ops if not op.with_grad for name in op.outputs if name is not None}
