@@ -167,7 +167,7 @@ def test_what_was_never_committed_and_is_half_written_over_is_not_taken_for_what
     with pytest.raises(FullDiskError):
         store.write("a", slab(3).bytes)
     assert "a" not in store
-    with pytest.raises(CheckpointError, match="a is not in .*, because it could not be written"):
+    with pytest.raises(CheckpointError, match=r"a is not in .*, because it could not be written"):
         store.commit({"step": 2}, items={"a"})
     monkeypatch.undo()
     assert store.recover() == {"step": 1}
@@ -299,7 +299,7 @@ MOVES = st.one_of(
 @settings(max_examples=300)
 @given(st.lists(MOVES, max_size=30))
 def test_what_was_committed_is_found_whatever_fails_and_whoever_ends(tmp_path_factory, moves):
-    """A commit that failed may be found, too: then all of it. (Files are as they were written: a commit waits for it.)"""
+    """A failed commit may be found too, but then it is complete. A commit waits until its files are written."""
     folder = tmp_path_factory.mktemp("s")
     with pytest.MonkeyPatch.context() as monkeypatch:
         disk = Disk(folder / "store", monkeypatch)
