@@ -227,7 +227,7 @@ class _Timed(SegmentRunner):
             op = refined.cases[call.op].op
             self._ops.append(
                 _Step(
-                    compute=compute_part(refined, call.op, call.ranges, shifted=call.shifted),
+                    compute=compute_part(refined, call.op, call.ranges, shifted=call.shifted, offsets=call.offsets),
                     reads=call.reads,
                     makes=call.makes,
                     drops=drops,

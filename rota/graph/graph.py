@@ -122,6 +122,21 @@ class Graph:
                 yield op
 
 
+def differentiated(graph: Graph) -> frozenset[str]:
+    """The tensors whose gradient is needed: those on a way from a trained parameter to the loss."""
+    found = {graph.outputs["loss"]} if graph.loss.requires_grad else set()
+    for op in reversed(graph.ops):
+        if op.with_grad and any(name in found for name in op.outputs):
+            found |= {name for name in op.inputs if graph.tensors[name].requires_grad}
+    return frozenset(found)
+
+
+def trained_ops(graph: Graph) -> frozenset[str]:
+    """The ops that have a backward pass: the loss depends on them, and they on a trained parameter."""
+    wanted = differentiated(graph)
+    return frozenset(op.name for op in graph.ops if op.with_grad and not wanted.isdisjoint(op.outputs))
+
+
 def replace_refs(value: Any, value_of: Callable[[str], Any]) -> Any:
     """A nested argument with each Ref replaced."""
     if isinstance(value, Ref):

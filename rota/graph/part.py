@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rota.graph import positional, vocabulary  # noqa: F401
 from rota.graph.refine import Frame, Refined, local_shape
-from rota.graph.rules import LocalCut, compute_of, occurrences, rule_of
+from rota.graph.rules import LocalCut, compute_of, divide_offsets, occurrences, rule_of
 from rota.plan.box import Box, Range
 
 Ranges = Mapping[str, Range]
@@ -53,7 +54,22 @@ def makes_of(frame: Frame, ranges: Ranges) -> tuple[Box | None, ...]:
     return tuple(None if names is None else box_of(frame, names, ranges) for names in frame.makes)
 
 
-def compute_part(refined: Refined, op_name: str, ranges: Ranges, *, shifted: str | None = None) -> PartCompute:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offsets:
+    """What a sum reads that is no partial sum: each of its terms adds an equal part of it."""
+
+    reads: frozenset[int]
+    terms: int
+
+
+def compute_part(
+    refined: Refined,
+    op_name: str,
+    ranges: Ranges,
+    *,
+    shifted: str | None = None,
+    offsets: Offsets | None = None,
+) -> PartCompute:
     """The function that computes a part from the tensors of its reads (without the skipped ones).
 
     `shifted` is the dim that counts samples, if the ranges count from the first sample of a micro-batch.
@@ -87,7 +103,11 @@ def compute_part(refined: Refined, op_name: str, ranges: Ranges, *, shifted: str
             box=box_of(frame, numbered, ranges),
             shifted=numbered.index(shifted) if shifted in numbered else None,
         )
-    compute = compute_of(case, cut if any(name in ranges for name in frame.dims) else None)
+    compute_case = functools.partial(compute_of, cut=cut if any(name in ranges for name in frame.dims) else None)
+    if offsets is None:
+        compute = compute_case(case)
+    else:
+        compute = divide_offsets(case, compute_case, offsets.reads, offsets.terms)
 
     def run(values: Sequence[Any]) -> tuple[Any, ...]:
         result = compute(values)

@@ -6,10 +6,11 @@ autograd differentiates what is computed on each device. An op without a rule ca
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +85,17 @@ Compute = Callable[[Sequence[Any]], Any]
 """The tensors of a part, in the order of the reads -> its result, as the op returns it."""
 
 
+class Linear(enum.Enum):
+    """In which of its reads an op is linear."""
+
+    FIRST = "first"
+    """In the first, whatever the others are."""
+    EACH = "each"
+    """In each alone, as a product is."""
+    TOGETHER = "together"
+    """In all of them together, as a sum is; a number among the arguments counts as one more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """What is known of a kind of op."""
@@ -93,8 +105,8 @@ class Rule:
     """How a part is computed, where that is not the op itself on smaller tensors."""
     positional: bool = False
     """The result depends on where an element is in the whole tensor, as random numbers and arange do."""
-    linear_in: frozenset[int] | None = None
-    """The reads in which the op is linear together: partial sums go through it unchanged."""
+    linear: Linear | None = None
+    """In which of its reads the op is linear: partial sums of these go through it unchanged."""
 
 
 _RULES: dict[str, Rule] = {}
@@ -218,12 +230,12 @@ def _rule(*kinds: str, **settings: Any) -> Callable[[Callable[[Case], Signature]
     return add
 
 
-def _lines(text: str) -> None:
+def _lines(text: str, *, linear: Linear | None = None) -> None:
     """One rule per line: kinds, a colon, notation."""
     for line in text.strip().splitlines():
         names, _, notation = line.partition(":")
         for kind in names.split():
-            _RULES[kind] = Rule(signature=_noted(notation.strip()))
+            _RULES[kind] = Rule(signature=_noted(notation.strip()), linear=linear)
 
 
 def _noted(notation: str) -> Callable[[Case], Signature]:
@@ -275,6 +287,20 @@ def compute_of(case: Case, cut: LocalCut | None) -> Compute:
     return _call(case) if rule.local is None else rule.local(case, cut)
 
 
+def added_number(op: Op) -> bool:
+    """Whether a number is added to what an op reads."""
+    return op.kind in _SUMS and len(op.args) > 1 and isinstance(op.args[1], int | float | complex) and op.args[1] != 0
+
+
+def divide_offsets(case: Case, compute: Callable[[Case], Compute], offsets: Collection[int], count: int) -> Compute:
+    """Compute a sum of which these reads, and a number, are there only in so many equal parts."""
+    if added_number(case.op):
+        first, number, *rest = case.op.args
+        case = replace(case, op=replace(case.op, args=(first, number / count, *rest)))
+    whole = compute(case)
+    return lambda values: whole([value / count if i in offsets else value for i, value in enumerate(values)])
+
+
 def _without(case: Case, dropped: frozenset[int]) -> Case:
     """The op without some of its tensors, which another part adds."""
     counter = itertools.count()
@@ -298,13 +324,16 @@ silu elu leaky_relu hardswish hardsigmoid hardtanh mish softplus selu celu erf f
 clamp_min clamp_max where masked_fill eq ne lt le gt ge and or xor logical_and logical_or logical_not logical_xor
 bitwise_and bitwise_or bitwise_not maximum minimum fmod remainder floor_divide isnan isinf isfinite to _to_copy clone
 contiguous detach zeros_like ones_like full_like empty_like fill rsub addcmul addcdiv lerp square atan2 logit
-log_sigmoid isneginf isposinf nan_to_num expand_as
+log_sigmoid isneginf isposinf nan_to_num expand_as sinh cosh asin acos atan asinh acosh atanh erfc erfinv lgamma digamma
+log10 frac sgn positive hypot xlogy copysign logaddexp threshold hardshrink softshrink clip real imag
 """
 
 
+_SUMS = ("add", "sub", "rsub")
 _LINEAR = {
-    **dict.fromkeys(("add", "sub"), frozenset({0, 1})),
-    **dict.fromkeys(("neg", "mul", "div", "to", "_to_copy", "clone", "contiguous", "expand_as"), frozenset({0})),
+    **dict.fromkeys(_SUMS, Linear.TOGETHER),
+    **dict.fromkeys(("neg", "div", "to", "_to_copy", "clone", "contiguous", "expand_as"), Linear.FIRST),
+    "mul": Linear.EACH,
 }
 
 
@@ -315,7 +344,7 @@ def _pointwise(case: Case) -> Signature:
 
 
 for _kind in _POINTWISE.split():
-    _RULES[_kind] = Rule(signature=_pointwise, linear_in=_LINEAR.get(_kind))
+    _RULES[_kind] = Rule(signature=_pointwise, linear=_LINEAR.get(_kind))
 for _kind in ("div.Tensor_mode", "div.Scalar_mode", "max.other", "min.other"):
     _RULES[_kind] = Rule(signature=_pointwise)
 
@@ -331,18 +360,25 @@ def _typed(case: Case) -> Signature:
 
 # ---- products ----
 
+_lines("linear: * k+, n k+, n? -> * n")
 _lines(
     """
-    linear: * k+, n k+, n? -> * n
     mm: m k+, k+ n -> m n
     bmm: b m k+, b k+ n -> b m n
     mv: m k+, k+ -> m
     dot: k+, k+ ->
+    """,
+    linear=Linear.EACH,
+)
+_lines(
+    """
+    bilinear: * i+, * j+, n i+ j+, n? -> * n
+    cdist: * p e^, * r e^ -> * p r
     """
 )
 
 
-@_rule("matmul")
+@_rule("matmul", linear=Linear.EACH)
 def _matmul(case: Case) -> Signature:
     a, b = case.reads
     left = ["k+"] if len(a) == 1 else ["*", "m", "k+"]
@@ -454,6 +490,27 @@ def _conv(case: Case) -> Signature:
     return words.signature(reads, [(*batch, filters, *of_made)], once=[2] if bias else [])
 
 
+def _conv_transpose_local(case: Case, cut: LocalCut) -> Compute:
+    return _call(case, groups=len(cut.positions("g", case.argument("groups"))))
+
+
+@_rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", local=_conv_transpose_local)
+def _conv_transpose(case: Case) -> Signature:
+    words = Words()
+    source, weight, *bias = case.reads
+    count, groups = len(weight) - 2, case.argument("groups")
+    group = words.use("g", groups)
+    summed, filters = group + words.use("k+", weight[0] // groups), group + words.use("n", weight[1])
+    batch = words.all(["b"][: len(source) - count - 1], source[: -count - 1])
+    reads = [
+        (*batch, summed, *_privates(words, source[-count:])),
+        (summed, filters[len(group) :], *_privates(words, weight[2:])),
+        *((filters,) for _ in bias),
+    ]
+    made = (*batch, filters, *_privates(words, case.made[-count:]))
+    return words.signature(reads, [made], once=[2] if bias else [])
+
+
 def _each(value: Any, count: int) -> list[Any]:
     """An argument of a convolution for each dim of space; 'same' and 'valid' are for all."""
     listed = list(value) if isinstance(value, tuple | list) else [value]
@@ -540,7 +597,8 @@ def _along(case: Case, mark: str) -> Signature:
 
 @_rule(
     *("softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort", "topk", "flip", "logsumexp", "min", "max"),
-    *("amax", "amin", "argmax", "argmin", "all", "any", "var", "std", "prod"),
+    *("amax", "amin", "argmax", "argmin", "all", "any", "var", "std", "prod", "var_mean", "std_mean"),
+    *("norm", "linalg_vector_norm", "logcumsumexp", "cummax", "cummin", "median", "count_nonzero"),
 )
 def _whole_along(case: Case) -> Signature:
     return _along(case, "^")
@@ -550,7 +608,7 @@ def _summed(case: Case) -> Signature:
     return _along(case, "+")
 
 
-_RULES["sum"] = Rule(signature=_summed, linear_in=frozenset({0}))
+_RULES["sum"] = Rule(signature=_summed, linear=Linear.FIRST)
 
 
 def _mean_local(case: Case, cut: LocalCut) -> Compute:
@@ -563,7 +621,7 @@ def _mean_local(case: Case, cut: LocalCut) -> Compute:
     return lambda values: values[0].sum(over, keepdim=keep, dtype=dtype) / count
 
 
-_RULES["mean"] = Rule(signature=_summed, local=_mean_local, linear_in=frozenset({0}))
+_RULES["mean"] = Rule(signature=_summed, local=_mean_local, linear=Linear.FIRST)
 
 
 @_rule("layer_norm", "rms_norm")
@@ -615,7 +673,8 @@ def _loss_local(case: Case, cut: LocalCut) -> Compute:
 
 @_rule(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss", "hinge_embedding_loss"),
+    "margin_ranking_loss",
     local=_loss_local,
 )
 def _pointwise_loss(case: Case) -> Signature:
@@ -625,6 +684,55 @@ def _pointwise_loss(case: Case) -> Signature:
     rank = max(len(shape) for shape in case.reads)
     names = [f"d{i}+" for i in range(rank)]
     return words.signature([words.all(names[rank - len(shape) :], shape) for shape in case.reads], [()])
+
+
+def _row_loss_local(case: Case, cut: LocalCut) -> Compute:
+    """A part of a mean over rows is the sum of its rows over the number of all."""
+    if case.argument("reduction") != _MEAN:
+        return _call(case)
+    total, count = _call(case, reduction=_SUM), math.prod(case.reads[0][:-1])
+    return lambda values: total(values) / count
+
+
+@_rule(
+    *("multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "triplet_margin_loss"),
+    local=_row_loss_local,
+)
+def _row_loss(case: Case) -> Signature:
+    """A loss for each row of features: their mean, their sum or all of them."""
+    words = Words()
+    rows = len(case.reads[0]) - 1
+    by_row = case.reads[: 2 if case.op.kind.startswith("multi") else 3]
+    if any(shape[:rows] != case.reads[0][:rows] for shape in by_row):
+        raise RuleError("rows that are broadcast have no number of their own")
+    mark = "" if case.argument("reduction") == 0 else "+"
+    names = [f"d{i}{mark}" for i in range(rows)]
+    reads = [(*words.all(names, shape[:rows]), *_privates(words, shape[rows:])) for shape in by_row]
+    reads += [_privates(words, shape) for shape in case.reads[len(by_row) :]]
+    return words.signature(reads, [words.all([] if mark else names, case.made)])
+
+
+@_rule("rota.ctc_terms")
+def _ctc_terms(case: Case) -> Signature:
+    """Each sequence for itself, if their targets do not lie behind each other."""
+    log_probs, targets, *lengths = case.reads
+    if len(log_probs) != 3 or len(targets) != 2:
+        raise RuleError("the sequences have no dim of their own")
+    words = Words()
+    reads = [words.all([".", "b", "."], log_probs), words.all(["b", "."], targets)]
+    return words.signature([*reads, *(words.all(["b"], one) for one in lengths)], [words.all(["b"], case.made)])
+
+
+@_rule("pairwise_distance", "cosine_similarity")
+def _distance(case: Case) -> Signature:
+    """Of two vectors along a dim, the last one if none is named."""
+    words = Words()
+    rank = max(len(shape) for shape in case.reads)
+    dim = _dim(-1 if case.op.kind == "pairwise_distance" else case.argument("dim"), rank)
+    names = ["." if i == dim else f"d{i}" for i in range(rank)]
+    reads = [words.all(names[rank - len(shape) :], shape) for shape in case.reads]
+    kept = names if case.argument("keepdim") else [name for name in names if name != "."]
+    return words.signature(reads, [words.all(kept, case.made)])
 
 
 @_rule("cross_entropy_loss", "nll_loss_nd", "nll_loss")
@@ -646,17 +754,19 @@ def _cross_entropy(case: Case) -> Signature:
 
 
 @_rule(
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "avg_pool1d",
-    "avg_pool2d",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool2d_with_indices",
+    *(
+        f"{kind}{space}d"
+        for kind in ("adaptive_avg_pool", "avg_pool", "max_pool", "adaptive_max_pool")
+        for space in (1, 2, 3)
+    ),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("upsample_bicubic2d", "upsample_trilinear3d"),
 )
-def _pool(case: Case) -> Signature:
+def _resampled(case: Case) -> Signature:
+    """Each image and each channel for itself."""
     words = Words()
-    space = 1 if "1d" in case.op.kind else 2
+    space = next(count for count in (1, 2, 3) if f"{count}d" in case.op.kind)
     shape = case.reads[0]
     lead = _names(len(shape) - space)
     read = (*words.all(lead, shape[:-space]), *_privates(words, shape[-space:]))
@@ -666,10 +776,70 @@ def _pool(case: Case) -> Signature:
     return words.signature([read], made)
 
 
+@_rule("pixel_shuffle")
+def _pixel_shuffle(case: Case) -> Signature:
+    words = Words()
+    *batch, channels, height, width = case.reads[0]
+    factor = case.argument("upscale_factor")
+    lead = words.all(_names(len(batch)), tuple(batch))
+    channel = words.use("c", channels // factor**2)
+    place, within = (
+        [words.use(*one) for one in (("h", height), ("w", width))],
+        [words.use(n, factor) for n in ("u^", "v^")],
+    )
+    made = (*lead, channel, place[0] + within[0], place[1] + within[1])
+    return words.signature([(*lead, channel + within[0] + within[1], *place)], [made])
+
+
+@_rule("glu")
+def _glu(case: Case) -> Signature:
+    words = Words()
+    (shape,) = case.reads
+    dim, names = _dim(case.argument("dim"), len(shape)), _names(len(shape))
+    return words.signature([_in_blocks(words, names, shape, dim, 2)], [words.all(names, case.made)])
+
+
+@_rule("prelu")
+def _prelu(case: Case) -> Signature:
+    """A slope for each channel, which is the second dim, or one for all."""
+    words = Words()
+    names = _names(len(case.made))
+    return words.signature(
+        [words.all(names, case.made), words.all(names[1:2], case.reads[1])], [words.all(names, case.made)]
+    )
+
+
+@_rule("grid_sampler")
+def _grid_sampler(case: Case) -> Signature:
+    words = Words()
+    source, grid = case.reads
+    places = [f"s{i}" for i in range(len(grid) - 2)]
+    reads = [(*words.all(["b", "c"], source[:2]), *_privates(words, source[2:])), words.all(["b", *places, "."], grid)]
+    return words.signature(reads, [words.all(["b", "c", *places], case.made)])
+
+
+@_rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(case: Case) -> Signature:
+    """Each sequence for itself, if no random numbers are drawn on the way."""
+    if case.argument("batch_first") is None:
+        raise RuleError("the sequences are packed")
+    words = Words()
+    source, state = case.reads[0], case.argument("hx")
+    states = len(state) if isinstance(state, tuple | list) else 1
+    random = case.argument("dropout") and case.argument("train")
+    batch = "b^" if random else "b"
+    names = ["."] * len(source)
+    if len(source) == 3:
+        names[0 if case.argument("batch_first") else 1] = batch
+    carried = ["."] if len(source) < 3 else [".", batch]
+    reads = [words.all(names, source)]
+    for i, shape in enumerate(case.reads[1:]):
+        reads.append(words.all([*carried, "."], shape) if i < states else _privates(words, shape))
+    made = [_with(words, [".", batch, "."] if i else names, shape) for i, shape in enumerate(case.makes)]
+    return words.signature(reads, made if len(source) == 3 else [_maybe(words, shape) for shape in case.makes])
+
+
 # ---- views ----
-
-
-_FIRST = frozenset({0})
 
 
 def _regroup_local(case: Case, cut: LocalCut) -> Compute:
@@ -679,7 +849,7 @@ def _regroup_local(case: Case, cut: LocalCut) -> Compute:
 @_rule(
     *("view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"),
     local=_regroup_local,
-    linear_in=_FIRST,
+    linear=Linear.FIRST,
 )
 def _regroup(case: Case) -> Signature:
     if case.argument("dtype") is not None:
@@ -690,7 +860,7 @@ def _regroup(case: Case) -> Signature:
     return words.signature([_privates(words, case.reads[0])], [_privates(words, case.made)], regroups=True)
 
 
-@_rule("permute", "transpose", "t", "movedim", "swapaxes", "mT", "numpy_T", linear_in=_FIRST)
+@_rule("permute", "transpose", "t", "movedim", "swapaxes", "mT", "numpy_T", linear=Linear.FIRST)
 def _permute(case: Case) -> Signature:
     words = Words()
     names = _names(len(case.made))
@@ -724,7 +894,20 @@ def _expand_local(case: Case, cut: LocalCut) -> Compute:
     return lambda values: values[0].expand(cut.made)
 
 
-_rule("expand", "broadcast_to", local=_expand_local, linear_in=_FIRST)(_pointwise)
+_rule("expand", "broadcast_to", local=_expand_local, linear=Linear.FIRST)(_pointwise)
+
+
+def _broadcast_local(case: Case, cut: LocalCut) -> Compute:
+    shape = next(one for one in cut.makes if one is not None)
+    return lambda values: [value.expand(shape) for value in values]
+
+
+@_rule("broadcast_tensors", local=_broadcast_local)
+def _broadcast_tensors(case: Case) -> Signature:
+    words = Words()
+    rank = max(len(shape) for shape in case.reads)
+    reads = _broadcast(words, case.reads, rank)
+    return words.signature(reads, [None if one is None else words.all(_names(rank), one) for one in case.makes])
 
 
 def _repeat_local(case: Case, cut: LocalCut) -> Compute:
@@ -733,7 +916,7 @@ def _repeat_local(case: Case, cut: LocalCut) -> Compute:
     return lambda values: values[0].repeat(repeats)
 
 
-@_rule("repeat", local=_repeat_local, linear_in=_FIRST)
+@_rule("repeat", local=_repeat_local, linear=Linear.FIRST)
 def _repeat(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
@@ -748,7 +931,7 @@ def _repeat_interleave_local(case: Case, cut: LocalCut) -> Compute:
     return lambda values: values[0].repeat_interleave(cut.made[dim] // max(cut.reads[0][dim], 1), dim)
 
 
-@_rule("repeat_interleave", local=_repeat_interleave_local, linear_in=_FIRST)
+@_rule("repeat_interleave", local=_repeat_interleave_local, linear=Linear.FIRST)
 def _repeat_interleave(case: Case) -> Signature:
     repeats, dim = case.argument("repeats"), case.argument("dim")
     if not isinstance(repeats, int) or dim is None:
@@ -768,13 +951,13 @@ def _except(case: Case, dims: set[int], rank: int) -> Signature:
     return words.signature(reads, [None if one is None else words.all(names, one) for one in case.makes])
 
 
-@_rule("tril", "triu", linear_in=_FIRST)
+@_rule("tril", "triu", linear=Linear.FIRST)
 def _triangle(case: Case) -> Signature:
     rank = len(case.made)
     return _except(case, {rank - 2, rank - 1}, rank)
 
 
-@_rule("roll", linear_in=_FIRST)
+@_rule("roll", linear=Linear.FIRST)
 def _roll(case: Case) -> Signature:
     rank = len(case.made)
     return _except(case, _dims(case.argument("dims"), rank), rank)
@@ -808,7 +991,7 @@ def _slice_local(case: Case, cut: LocalCut) -> Compute:
     return lambda values: values[0].narrow(dim, start // length * width, width)
 
 
-@_rule("slice", "narrow", local=_slice_local, linear_in=_FIRST)
+@_rule("slice", "narrow", local=_slice_local, linear=Linear.FIRST)
 def _slice(case: Case) -> Signature:
     """One of several equal blocks, as a third of queries, keys and values is, can be cut inside of it."""
     if len(case.reads) > 1:
@@ -824,7 +1007,7 @@ def _slice(case: Case) -> Signature:
     )
 
 
-@_rule("select", "unbind", linear_in=_FIRST)
+@_rule("select", "unbind", linear=Linear.FIRST)
 def _select(case: Case) -> Signature:
     words = Words()
     shape = case.reads[0]
@@ -859,7 +1042,7 @@ def _chunks_local(case: Case, cut: LocalCut) -> Compute:
     return lambda values: torch.split(values[0], width, dim)
 
 
-@_rule("split", "chunk", "split_with_sizes", local=_chunks_local, linear_in=_FIRST)
+@_rule("split", "chunk", "split_with_sizes", local=_chunks_local, linear=Linear.FIRST)
 def _chunks(case: Case) -> Signature:
     words = Words()
     (shape,) = case.reads
@@ -876,7 +1059,7 @@ def _with(words: Words, names: Sequence[str], shape: Shape | None) -> tuple[Lett
     return None if shape is None else words.all(names, shape)
 
 
-@_rule("cat", "concat")
+@_rule("cat", "concat", linear=Linear.TOGETHER)
 def _cat(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
@@ -890,7 +1073,7 @@ def _cat(case: Case) -> Signature:
     return words.signature(reads, [made])
 
 
-@_rule("stack")
+@_rule("stack", linear=Linear.TOGETHER)
 def _stack(case: Case) -> Signature:
     words = Words()
     rank = len(case.made)
@@ -922,6 +1105,24 @@ def _gather(case: Case) -> Signature:
     of_source = [f"d{i}" if free[i] else "." for i in range(rank)]
     of_index = [f"d{i}" if free[i] or i == dim else "." for i in range(rank)]
     return words.signature([words.all(of_source, source), words.all(of_index, index)], [words.all(of_index, case.made)])
+
+
+@_rule("scatter", "scatter_add")
+def _scatter(case: Case) -> Signature:
+    words = Words()
+    rank = len(case.made)
+    dim = _dim(case.argument("dim"), rank)
+    alike = [i != dim and len({shape[i] for shape in case.reads}) == 1 for i in range(rank)]
+    names = [f"d{i}" if same else "." for i, same in enumerate(alike)]
+    return words.signature([words.all(names, shape) for shape in case.reads], [words.all(names, case.made)])
+
+
+@_rule("one_hot")
+def _one_hot(case: Case) -> Signature:
+    """The number of classes is part of the graph."""
+    words = Words()
+    names = _names(len(case.reads[0]))
+    return words.signature([words.all(names, case.reads[0])], [words.all([*names, "."], case.made)])
 
 
 @_rule("index_select")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from rota.errors import CycleError
 from rota.graph.graph import Role
 from rota.plan.box import Box
 from rota.plan.collectives import lower
@@ -32,7 +33,7 @@ def compile_plan(
     collecting = gc.isenabled()
     gc.disable()  # millions of small values are made and none of them is garbage
     try:
-        program = _compile(plan, reference=reference)
+        program = _compiled(plan, reference=reference)
         if checked:
             check(program)
     finally:
@@ -41,6 +42,16 @@ def compile_plan(
     if memory_bytes is not None:
         check_fits(program, memory_bytes)
     return program
+
+
+def _compiled(plan: Plan, *, reference: bool) -> Program:
+    plan.settle_order()
+    try:
+        return _compile(plan, reference=reference)
+    except CycleError:
+        if not plan.drop_preferences():
+            raise
+    return _compile(plan, reference=reference)
 
 
 def _compile(plan: Plan, *, reference: bool) -> Program:
@@ -318,6 +329,7 @@ class _Builder:
             gradients=gradients,
             results=results,
             updates=updates,
+            notes=tuple(self.plan.notes),
         )
 
     def _parameter_gradients(self) -> dict[str, dict[tuple[int, Box], tuple[Value, ...]]]:

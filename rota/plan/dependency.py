@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rota.errors import CoverError, CutError, PlacementError
-from rota.graph.graph import Graph, Op, Role
+from rota.graph.graph import Op, Role, differentiated
 from rota.graph.part import Ranges, makes_of, reads_of
 from rota.graph.refine import Frame
 from rota.graph.rules import occurrences
 from rota.plan.box import Box, first_overlap, hull, missing
 from rota.plan.layout import Layout, Piece, Step, canonical
-from rota.plan.microbatches import Microbatches, Mode, local_ranges, microbatches_of
+from rota.plan.microbatches import Microbatches, Mode, coordinate_of, is_aligned, local_ranges, microbatches_of
 from rota.plan.plan import Part, Plan
 from rota.plan.program import ONCE
 from rota.threads import safe_point
@@ -129,19 +129,17 @@ class Wiring:
         assert box is not None
         if site.context == ONCE:
             return box
-        return self.microbatches.shifted(box, coordinate_of(self.plan, self.microbatches, site, read), microbatch)
+        return self.microbatches.shifted(box, self.coordinate(site, read), microbatch)
+
+    def coordinate(self, site: Site, read: int) -> int | None:
+        """Which factor of what is read counts the samples of the site's micro-batch."""
+        op = site.op.name
+        return coordinate_of(self.plan.refined, self.microbatches.running[op], op, read)
 
 
 def wire(plan: Plan, lower: Lower) -> Wiring:
     """Derive all flows of a plan."""
     return _Wirer(plan, lower).run()
-
-
-def coordinate_of(plan: Plan, microbatches: Microbatches, site: Site, read: int) -> int | None:
-    """Which factor of what is read counts the samples of the site's micro-batch."""
-    dim = microbatches.running[site.op.name].dim
-    names = plan.refined.frames[site.op.name].reads[read]
-    return names.index(dim) if dim in names else None
 
 
 class _Wirer:
@@ -150,7 +148,7 @@ class _Wirer:
         self.lower = lower
         self.graph = plan.graph
         self.micro = microbatches_of(plan)
-        self.differentiated = _differentiated(plan.graph) if plan.backward else set()
+        self.differentiated = differentiated(plan.graph) if plan.backward else frozenset()
         self.sites: list[Site] = []
         self.makers: dict[str, list[tuple[Site, int]]] = {}
         self.uses: dict[str, list[Use]] = {}
@@ -186,7 +184,7 @@ class _Wirer:
             forward={name: tuple(flows) for name, flows in self.forward.items()},
             backward={name: tuple(flows) for name, flows in self.backward.items()},
             again=tuple(self.again),
-            differentiated=frozenset(self.differentiated),
+            differentiated=self.differentiated,
             results=self.results,
         )
 
@@ -279,7 +277,7 @@ class _Wirer:
             return
         by_op: dict[tuple[str, int, int, bool], list[Use]] = {}
         for use in uses:
-            aligned = self._is_aligned(name, use)
+            aligned = is_aligned(self.plan.refined, self.micro, use.site.op.name, use.read, name)
             context = use.site.context if aligned else ONCE
             by_op.setdefault((use.site.op.name, use.read, context, not aligned), []).append(use)
         wanted = name in self.differentiated
@@ -302,21 +300,6 @@ class _Wirer:
         for use in uses:
             self._decide_direct(name, use)
 
-    def _is_aligned(self, name: str, use: Use) -> bool:
-        """Whether a site needs only what its own micro-batch made, or both happen once."""
-        made, site = self.micro.made[name], use.site
-        if site.context == ONCE or made.mode is Mode.ONCE:
-            return site.context == ONCE and made.mode is Mode.ONCE
-        if made.mode is Mode.SHARE:
-            running = self.micro.running[site.op.name]
-            return running.mode is Mode.SHARE and use.read in self._linear_reads(site.op)
-        return coordinate_of(self.plan, self.micro, site, use.read) == made.coordinate
-
-    def _linear_reads(self, op: Op) -> set[int]:
-        if op.kind in ("add", "sub"):
-            return {0, 1}
-        return {0}
-
     def _needs(self, group: list[Use], crossing: bool) -> Iterator[Piece]:
         for use in group:
             box = use.site.reads[use.read]
@@ -329,7 +312,8 @@ class _Wirer:
         if not crossing or use.site.context == ONCE:
             yield ONCE, box
             return
-        coordinate = coordinate_of(self.plan, self.micro, use.site, use.read)
+        op = use.site.op.name
+        coordinate = coordinate_of(self.plan.refined, self.micro.running[op], op, use.read)
         if coordinate is None:
             yield ONCE, box
             return
@@ -468,15 +452,6 @@ class _Wirer:
             if new == name:
                 need += [Piece(device=piece.device, box=piece.box) for piece in self.stored[buffer]]
         self.results[name] = self._forward_flow(name, frozenset(need), ONCE, crossing)
-
-
-def _differentiated(graph: Graph) -> set[str]:
-    """The tensors whose gradient is needed: those on a way from a trained parameter to the loss."""
-    found = {graph.outputs["loss"]} if graph.loss.requires_grad else set()
-    for op in reversed(graph.ops):
-        if op.with_grad and any(name in found for name in op.outputs):
-            found |= {name for name in op.inputs if graph.tensors[name].requires_grad}
-    return found
 
 
 def _disjoint(boxes: list[Box]) -> list[Box]:

@@ -160,7 +160,7 @@ def summarise(program: Program, simulation: Simulation) -> Explanation:
         loads=loads,
         parameters=tuple(tensor.name for tensor in graph.parameters),
         activations=tuple(tensor.name for tensor in graph.tensors.values() if tensor.role is Role.ACTIVATION),
-        notes=graph.notes,
+        notes=graph.notes + program.notes,
     )
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from rota.errors import CutError
 from rota.graph.graph import Op
-from rota.graph.part import Ranges
+from rota.graph.part import Offsets, Ranges
 from rota.graph.refine import Frame, Refined
-from rota.graph.rules import occurrences, rule_of
+from rota.graph.rules import Linear, added_number, occurrences, rule_of
 from rota.plan.box import Box, even_widths
 from rota.plan.plan import Part, Plan
 
@@ -38,6 +38,10 @@ class Running:
     mode: Mode
     dim: str | None = None
     """The dim that counts samples, for rows."""
+    shares: frozenset[int] = frozenset()
+    """The reads that are shares and become shares of what is made."""
+    offsets: frozenset[int] | None = None
+    """The reads of which each share adds an equal part; None if nothing is added."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +73,11 @@ class Microbatches:
     def distinct_widths(self) -> tuple[int, ...]:
         """The width of each context."""
         return tuple(dict.fromkeys(self.widths))
+
+    def offsets_of(self, op: str) -> Offsets | None:
+        """What an op adds in equal parts, one for each micro-batch."""
+        reads = self.running[op].offsets
+        return None if reads is None else Offsets(reads=reads, terms=self.count)
 
     def everywhere(self, box: Box, made: Made, microbatch: int) -> Box:
         """The box in the whole tensor of a box that counts within a micro-batch."""
@@ -131,10 +140,9 @@ def _modes(refined: Refined, size: int) -> tuple[dict[str, Running], dict[str, M
         dim = _samples(frame, families, size)
         if dim is not None:
             running[op.name] = Running(mode=Mode.ROWS, dim=dim)
-        elif _is_linear(op, made, refined):
-            running[op.name] = Running(mode=Mode.SHARE)
         else:
-            running[op.name] = Running(mode=Mode.ONCE)
+            running[op.name] = _of_shares(op, made, refined)
+        if running[op.name].mode is Mode.ONCE:
             continue
         for name, names in zip(op.outputs, frame.makes, strict=True):
             if name is not None and names is not None:
@@ -158,18 +166,41 @@ def _samples(frame: Frame, families: frozenset[int], size: int) -> str | None:
     return min(found, key=lambda dim: dim.reduced).name if found else None
 
 
-def _is_linear(op: Op, made: Mapping[str, Made], refined: Refined) -> bool:
-    """Whether an op takes each micro-batch's share of its inputs to that share of its outputs."""
-    rule = rule_of(op)
-    reads = occurrences(op)
-    shares = {i for i, name in enumerate(reads) if made[name].mode is Mode.SHARE}
-    if rule is None or rule.linear_in is None or not shares:
-        return False
-    dtype = refined.graph.tensors[op.outputs[0] or reads[0]].dtype
-    if op.kind == "to" and "float" not in dtype and dtype != refined.graph.tensors[reads[0]].dtype:
-        return False  # to round, or to ask whether there is any, is not linear
-    if op.kind in ("add", "sub"):  # a number, or a tensor that every micro-batch has, would be added each time
-        return shares == set(range(len(reads))) and len(reads) == 2
-    if op.kind == "mul" and len(reads) == 2:
-        return shares == {0}
-    return shares >= {0} and shares <= rule.linear_in | ({1} if op.kind == "div" else set())
+def _of_shares(op: Op, made: Mapping[str, Made], refined: Refined) -> Running:
+    """An op takes the shares that it reads to shares of what it makes, if it is linear in them."""
+    once = Running(mode=Mode.ONCE)
+    rule, reads = rule_of(op), occurrences(op)
+    shares = frozenset(i for i, name in enumerate(reads) if made[name].mode is Mode.SHARE)
+    if rule is None or rule.linear is None or not shares:
+        return once
+    made_dtypes = {refined.graph.tensors[name].dtype for name in op.outputs if name is not None}
+    exact = all("float" in dtype or "complex" in dtype for dtype in made_dtypes)
+    if rule.linear is Linear.TOGETHER:
+        others = frozenset(range(len(reads))) - shares
+        if not others and not added_number(op):
+            return Running(mode=Mode.SHARE, shares=shares)
+        # An equal part of a whole number is none.
+        return Running(mode=Mode.SHARE, shares=shares, offsets=others) if exact else once
+    if rule.linear is Linear.EACH:
+        return Running(mode=Mode.SHARE, shares=shares) if len(shares) == 1 else once
+    if not exact and made_dtypes != {refined.graph.tensors[reads[0]].dtype}:
+        return once  # to round, or to ask whether there is any, is not linear
+    if 0 not in shares or (op.kind != "div" and len(shares) > 1):
+        return once
+    return Running(mode=Mode.SHARE, shares=frozenset({0}))
+
+
+def coordinate_of(refined: Refined, running: Running, op: str, read: int) -> int | None:
+    """Which factor of what an op reads counts the samples of its micro-batch."""
+    names = refined.frames[op].reads[read]
+    return names.index(running.dim) if running.dim in names else None
+
+
+def is_aligned(refined: Refined, microbatches: Microbatches, op: str, read: int, tensor: str) -> bool:
+    """Whether an op needs only what its own micro-batch made of a tensor, or both happen once."""
+    running, made = microbatches.running[op], microbatches.made[tensor]
+    if running.mode is Mode.ONCE or made.mode is Mode.ONCE:
+        return running.mode is made.mode
+    if made.mode is Mode.SHARE:
+        return read in running.shares
+    return coordinate_of(refined, running, op, read) == made.coordinate

@@ -22,7 +22,7 @@ def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node
     """The nodes in the order in which they run."""
     follows, waiting, lazy = _edges(plan, drafts, nodes)
     costs = [segment_cost(plan, draft) for draft in drafts]
-    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.devices)]
+    ready: list[list[tuple[int, int, int, int]]] = [[] for _ in range(plan.devices)]
     busy = [False] * plan.devices
     events: list[tuple[float, int, int]] = []
     found: list[Node] = []
@@ -48,14 +48,15 @@ def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node
             count += 1
         else:
             backward = node.kind is NodeKind.BACKWARD
-            heapq.heappush(ready[node.devices[0]], (0 if backward else 1, node.microbatch, index))
+            rank = drafts[node.segment].rank
+            heapq.heappush(ready[node.devices[0]], (0 if backward else 1, node.microbatch, rank, index))
 
     def start(now: float, devices: Sequence[int]) -> None:
         nonlocal count
         for device in devices:
             if busy[device] or not ready[device]:
                 continue
-            index = heapq.heappop(ready[device])[2]
+            index = heapq.heappop(ready[device])[-1]
             busy[device] = True
             node = nodes[index]
             fetch(index)

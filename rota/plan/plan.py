@@ -76,13 +76,20 @@ class Plan:
         """Parameters whose pieces are stored elsewhere than where they are used."""
         self.gathered_for_use: set[str] = set()
         """Those of them that are brought together for each use and dropped after it."""
-        self.order_edges: list[tuple[At, At]] = []
-        self.groups: dict[str, int] = {}
-        """op -> the number of its group; ops of different groups are computed apart"""
-        self.recomputed: set[int] = set()
-        """The groups that are computed again for the backward pass."""
+        self._ordered: list[tuple[At, At]] = []
+        self._preferred: list[tuple[At, At]] = []
+        """Orders that are left out where the data flow contradicts them."""
+        self.notes: list[str] = []
+        """What the user should know about how it was compiled."""
         self._parts: dict[str, list[Part]] = {op.name: [Part(op=op.name)] for op in graph.ops}
         self._device: dict[Part, int] = {}
+        self._groups: dict[Part, tuple[int, ...]] = {}
+        """part -> the groups that it is in"""
+        self._group_numbers = itertools.count(1)
+        self._recomputed: set[int] = set()
+        """The groups that are computed again for the backward pass."""
+        self._replaced: dict[Part, list[Part]] = {}
+        """part that was cut or copied -> what it became"""
         self._op = {op.name: op for op in graph.ops}
         self._check_microbatches()
 
@@ -150,15 +157,27 @@ class Plan:
         return self._replace(part, [replace(part, replica=number) for number in numbers])
 
     def group(self, targets: Target | Iterable[Target]) -> int:
-        """Compute these ops apart from others: a layer whose gradients are ready before those of earlier layers."""
-        number = max(self.groups.values(), default=0) + 1
+        """Compute these apart from all else: a layer whose gradients are ready before those of earlier layers.
+
+        Groups may overlap: what is in the same ones is computed together.
+        """
+        number = next(self._group_numbers)
         for target in [targets] if isinstance(targets, Op | Part | str) else targets:
-            self.groups[target.op if isinstance(target, Part) else self._known(target)] = number
+            for part in [self._part(target)] if isinstance(target, Part) else self.parts(target):
+                self._groups[part] = (*self._groups.get(part, ()), number)
         return number
 
     def recompute(self, targets: Target | Iterable[Target]) -> None:
-        """Do not keep what these ops make for the backward pass; compute it again from what they read."""
-        self.recomputed.add(self.group(targets))
+        """Do not keep what these make for the backward pass; compute it again from what they read."""
+        self._recomputed.add(self.group(targets))
+
+    def groups_of(self, part: Part) -> tuple[int, ...]:
+        """The groups that a part is in."""
+        return self._groups.get(part, ())
+
+    def is_recomputed(self, part: Part) -> bool:
+        """Whether a part is computed again for the backward pass."""
+        return not self._recomputed.isdisjoint(self.groups_of(part))
 
     # ---- phase 2: place and order ----
 
@@ -179,14 +198,29 @@ class Plan:
 
     def order(self, first: Target | At, *, before: Target | At) -> None:
         """Run one before the other, at every micro-batch unless `At` names one."""
-        for one in self._moments(first):
-            for other in self._moments(before):
-                for moment in (one, other):
-                    if moment.microbatch is not None and not 0 <= moment.microbatch < self.microbatches:
-                        raise InputError(
-                            f"there is no micro-batch {moment.microbatch}; the plan has 0 to {self.microbatches - 1}"
-                        )
-                self.order_edges.append((one, other))
+        self._ordered += self._edges(first, before)
+
+    def prefer(self, first: Target | At, *, before: Target | At) -> None:
+        """The same, but the program does without all such orders if they contradict the model's data flow."""
+        self._preferred += self._edges(first, before)
+
+    @property
+    def order_edges(self) -> list[tuple[At, At]]:
+        """What runs before what."""
+        return self._ordered + self._preferred
+
+    def settle_order(self) -> None:
+        """Say of parts that were cut since they got their order that all their parts have it."""
+        for edges in (self._ordered, self._preferred):
+            edges[:] = [edge for first, second in edges for edge in self._of_parts(first, second)]
+
+    def drop_preferences(self) -> bool:
+        """Leave out the orders that need not be; whether there were any."""
+        if not self._preferred:
+            return False
+        self._preferred.clear()
+        self.notes.append(_NO_PREFERENCE)
+        return True
 
     def store(self, parameter: str, layout: Layout | Mapping[int, Box], *, gather: Gather = "step") -> None:
         """Keep a parameter (or buffer), its gradient and its moments in these pieces between steps.
@@ -213,7 +247,8 @@ class Plan:
     def forward_only(self) -> None:
         """Leave the backward pass out, and what was said about its order: for validation."""
         self.backward = False
-        self.order_edges = [edge for edge in self.order_edges if not any(moment.backward for moment in edge)]
+        for edges in (self._ordered, self._preferred):
+            edges[:] = [edge for edge in edges if not any(moment.backward for moment in edge)]
 
     def compile(self, *, memory_bytes: int | None = None, reference: bool = False) -> Program:
         """Phase 3: derive all communication, order everything, and check the result by replaying it."""
@@ -221,9 +256,6 @@ class Plan:
 
         if memory_bytes is not None:
             _check_count(memory_bytes, "memory_bytes")
-        for moment in (moment for edge in self.order_edges for moment in edge):
-            if moment.part not in self._parts.get(moment.part.op, ()):
-                raise InputError(f"{moment.part}, which has an order, is not a part of the plan (any more)")
         return compile_plan(self, memory_bytes=memory_bytes, reference=reference)
 
     # ---- helpers ----
@@ -243,6 +275,29 @@ class Plan:
         if len(parts) > 1:
             raise CutError(f"{parts[0].op} is cut into {len(parts)} already; cut its parts")
         return parts[0]
+
+    def _edges(self, first: Target | At, second: Target | At) -> Iterator[tuple[At, At]]:
+        for one, other in itertools.product(self._moments(first), self._moments(second)):
+            for moment in (one, other):
+                if moment.microbatch is not None and not 0 <= moment.microbatch < self.microbatches:
+                    raise InputError(
+                        f"there is no micro-batch {moment.microbatch}; the plan has 0 to {self.microbatches - 1}"
+                    )
+            yield one, other
+
+    def _of_parts(self, first: At, second: At) -> Iterator[tuple[At, At]]:
+        """An order of parts that were cut since then, as one of their parts."""
+        for one, other in itertools.product(self._present(first.part), self._present(second.part)):
+            yield replace(first, part=one), replace(second, part=other)
+
+    def _present(self, part: Part) -> Iterator[Part]:
+        if part in self._parts.get(part.op, ()):
+            yield part
+        elif part in self._replaced:
+            for one in self._replaced[part]:
+                yield from self._present(one)
+        else:
+            raise InputError(f"{part}, which has an order, is not a part of the plan")
 
     def _moments(self, target: Target | At) -> list[At]:
         if isinstance(target, At):
@@ -287,9 +342,11 @@ class Plan:
         parts = self._parts[part.op]
         at = parts.index(part)
         parts[at : at + 1] = new
-        device = self._device.pop(part, None)
-        if device is not None:
-            self._device.update(dict.fromkeys(new, device))
+        self._replaced[part] = new
+        if part in self._device:
+            self._device |= dict.fromkeys(new, self._device.pop(part))
+        if part in self._groups:
+            self._groups |= dict.fromkeys(new, self._groups.pop(part))
         return new
 
     def _check_microbatches(self) -> None:
@@ -312,6 +369,12 @@ class Plan:
         """Short."""
         cut = sum(1 for parts in self._parts.values() if len(parts) > 1)
         return f"<Plan of {len(self._parts)} ops ({cut} cut) on {self.devices} devices>"
+
+
+_NO_PREFERENCE = (
+    "the order of micro-batches that the strategy prefers contradicts the data flow of this model: "
+    "they run as the data flow allows, and may need more memory"
+)
 
 
 def _factors(frame: Frame, name: str) -> str:

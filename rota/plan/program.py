@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rota.graph.part import Ranges
+from rota.graph.part import Offsets, Ranges
 from rota.graph.refine import Refined
 from rota.plan.box import Box
 from rota.plan.layout import Layout, Step
@@ -58,6 +58,8 @@ class Call:
     """The slots of its outputs."""
     shifted: str | None
     """The dim that counts samples within a micro-batch."""
+    offsets: Offsets | None = None
+    """What each micro-batch adds an equal part of, where its outputs are shares of sums over micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +184,8 @@ class Program:
     results: Mapping[str, Result] = field(repr=False)
     updates: Mapping[str, Mapping[tuple[int, Box], Value]] = field(repr=False)
     """buffer -> piece -> the value that replaces it after the step"""
+    notes: tuple[str, ...] = ()
+    """What the user should know about how it was compiled."""
 
     def of(self, device: int) -> tuple[int, ...]:
         """The nodes in which a device takes part, in order: its own program."""

@@ -10,7 +10,7 @@ from rota.errors import CycleError
 from rota.graph.graph import Role
 from rota.graph.rules import occurrences
 from rota.plan.box import Box
-from rota.plan.dependency import Flow, Site, Tie, Wiring, coordinate_of
+from rota.plan.dependency import Flow, Site, Tie, Wiring
 from rota.plan.plan import Part
 from rota.plan.program import ONCE, Call, Entry, Exit, Segment, Source
 
@@ -20,6 +20,8 @@ class Draft:
     """A segment with what it was made of."""
 
     segment: Segment
+    rank: int
+    """Of several that can run, the one with the lowest rank does: groups that have begun come to their end."""
     sites: tuple[Site, ...]
     entries: tuple[tuple[Site, int, Tie], ...]
     """For each entry, a use that it serves."""
@@ -27,38 +29,88 @@ class Draft:
     """For each exit, who makes it and as which output."""
 
 
+_Key = tuple[int, int, bool, tuple[int, ...], int]
+"""Device, context, whether it has a gradient, groups, level."""
+
+
 @dataclass(kw_only=True, slots=True)
 class _Growing:
-    key: tuple[int, int, bool, int, int]
+    key: _Key
     sites: list[Site] = field(default_factory=list)
 
 
 def draft_segments(wiring: Wiring) -> list[Draft]:
     """All segments of a plan, in an order in which each reads only from those before it."""
-    order = _site_order(wiring)
-    depth: dict[int, int] = {}
-    groups: dict[tuple[int, int, bool, int, int], _Growing] = {}
+    keys = _keys(wiring)
+    groups: dict[_Key, _Growing] = {}
     of_site: dict[int, _Growing] = {}
+    for index, key in keys.items():
+        group = groups.setdefault(key, _Growing(key=key))
+        group.sites.append(wiring.sites[index])
+        of_site[index] = group
+    grown = sorted(groups.values(), key=lambda group: (group.key[4], group.sites[0].index))
+    ranks = _ranks(grown)
+    return [_build(wiring, index, ranks[index], group, of_site) for index, group in enumerate(grown)]
+
+
+def _keys(wiring: Wiring) -> dict[int, _Key]:
+    """The segment of each site: the earliest that it can be in, but that of its readers within its groups."""
+    order = _site_order(wiring)
     before = _order_edges(wiring)
+    keys: dict[int, _Key] = {}
     for site in order:
-        kind = (site.device, site.context, site.grad, wiring.plan.groups.get(site.op.name, 0))
+        kind = (site.device, site.context, site.grad, wiring.plan.groups_of(site.part))
         level = 0
         for i, name in enumerate(occurrences(site.op)):
             if site.reads[i] is None or name not in wiring.makers:
                 continue
             direct = wiring.ties[(site.index, i)].direct
             for maker in _makers(wiring, site, i, name):
-                same = direct and of_site[maker.index].key[:4] == kind
-                level = max(level, depth[maker.index] + (0 if same else 1))
+                same = direct and keys[maker.index][:4] == kind
+                level = max(level, keys[maker.index][4] + (0 if same else 1))
         for other in before.get(site.index, ()):
-            level = max(level, depth[other] + 1)
-        depth[site.index] = level
-        key = (*kind, level)
-        group = groups.setdefault(key, _Growing(key=key))
-        group.sites.append(site)
-        of_site[site.index] = group
-    grown = sorted(groups.values(), key=lambda group: (group.key[4], group.sites[0].index))
-    return [_build(wiring, index, group, of_site) for index, group in enumerate(grown)]
+            level = max(level, keys[other][4] + 1)
+        keys[site.index] = (*kind, level)
+    ordered = {index for others in before.values() for index in others}
+    for site in reversed(order):
+        key = keys[site.index]
+        if key[3] and site.index not in ordered:
+            levels = [keys[reader.index][4] for reader in _direct_readers(wiring, site, keys)]
+            keys[site.index] = (*key[:4], min(levels, default=key[4]))
+    return {site.index: keys[site.index] for site in order}
+
+
+def _direct_readers(wiring: Wiring, site: Site, keys: Mapping[int, _Key]) -> list[Site]:
+    """Who reads what a site makes, if all of them are in its groups and nobody else wants it; else nobody."""
+    found = []
+    for name, box in zip(site.op.outputs, site.makes, strict=True):
+        if name is None:
+            continue
+        if name in wiring.results or name == wiring.plan.graph.outputs["loss"]:
+            return []
+        for reader, read in wiring.readers[name]:
+            if (reader.device, reader.context) != (site.device, site.context) or reader.reads[read] != box:
+                if wiring.ties[(reader.index, read)].direct:
+                    continue  # another part made it
+                return []
+            if not wiring.ties[(reader.index, read)].direct or keys[reader.index][:4] != keys[site.index][:4]:
+                return []
+            found.append(reader)
+    return found
+
+
+def _ranks(grown: list[_Growing]) -> dict[int, int]:
+    """The place of each segment among all: by where its groups begin, then group by group."""
+    begins: dict[tuple[object, ...], int] = {}
+    for group in grown:
+        *kind, level = group.key
+        begins.setdefault(tuple(kind), level)
+    order = []
+    for index, group in enumerate(grown):
+        *kind, level = group.key
+        groups = group.key[3]
+        order.append((begins[tuple(kind)] if groups else level, groups, level, index))
+    return {index: rank for rank, (*_, index) in enumerate(sorted(order))}
 
 
 def _makers(wiring: Wiring, site: Site, read: int, name: str) -> list[Site]:
@@ -162,8 +214,8 @@ def find_cycle(nodes: set[int], next_of: Callable[[int], list[int]]) -> list[int
     return []
 
 
-def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _Growing]) -> Draft:
-    device, context, grad, number, _ = group.key
+def _build(wiring: Wiring, index: int, rank: int, group: _Growing, of_site: Mapping[int, _Growing]) -> Draft:
+    device, context, grad, _, _ = group.key
     slots: dict[tuple[int, int], int] = {}
     """(site, output) -> slot"""
     entry_slots: dict[tuple[str, Box, int | None, Flow | None, Flow | None, Box | None], int] = {}
@@ -182,7 +234,7 @@ def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _G
             if maker is not None:
                 reads.append(slots[maker])
                 continue
-            coordinate = coordinate_of(wiring.plan, wiring.microbatches, site, i) if context != ONCE else None
+            coordinate = wiring.coordinate(site, i) if context != ONCE else None
             share = next(iter(tie.contribution.values()), None) if tie.backward else None
             key = (name, box, coordinate, tie.forward, tie.backward, share)
             if key not in entry_slots:
@@ -217,6 +269,7 @@ def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _G
                 reads=tuple(reads),
                 makes=tuple(makes),
                 shifted=wiring.microbatches.running[site.op.name].dim if context != ONCE else None,
+                offsets=wiring.microbatches.offsets_of(site.op.name) if context != ONCE else None,
             )
         )
     exits, exit_sites = _exits(wiring, group, of_site, slots)
@@ -225,14 +278,16 @@ def _build(wiring: Wiring, index: int, group: _Growing, of_site: Mapping[int, _G
         device=device,
         context=context,
         grad=grad,
-        recompute=number in wiring.plan.recomputed and grad,
+        recompute=grad and wiring.plan.is_recomputed(group.sites[0].part),
         calls=tuple(calls),
         entries=tuple(entries),
         exits=tuple(exits),
         slots=count,
         drops=_drops(calls, exits),
     )
-    return Draft(segment=segment, sites=tuple(group.sites), entries=tuple(entry_uses), exits=tuple(exit_sites))
+    return Draft(
+        segment=segment, rank=rank, sites=tuple(group.sites), entries=tuple(entry_uses), exits=tuple(exit_sites)
+    )
 
 
 def _source(role: Role) -> Source:

@@ -19,6 +19,7 @@ from rota.plan.layout import Kind, Layout, Piece, Step
 from rota.plan.microbatches import microbatches_of
 from rota.plan.plan import Plan
 from rota.plan.program import (
+    ONCE,
     Call,
     Entry,
     Exit,
@@ -91,6 +92,7 @@ class _Writer:
             "graph": digest(program.refined.graph),
             "rewrites": program.refined.graph.rewrites,
             "devices": program.devices,
+            "notes": program.notes,
             "microbatches": program.microbatches.count,
             "known_boxes": len(program.boxes),
             "segments": [self.segment(one) for one in program.segments],
@@ -194,10 +196,11 @@ class _Reader:
     def program(self, refined: Refined) -> Program:
         data = self.data
         plan = Plan(refined.graph, devices=data["devices"], microbatches=data["microbatches"], refined=refined)
+        self.microbatches = microbatches_of(plan)
         return Program(
             refined=refined,
             devices=data["devices"],
-            microbatches=microbatches_of(plan),
+            microbatches=self.microbatches,
             segments=tuple(self.segment(i, one) for i, one in enumerate(data["segments"])),
             nodes=tuple(self.node(one) for one in data["nodes"]),
             frees=tuple(tuple((device, self.values[value]) for device, value in one) for one in data["frees"]),
@@ -216,6 +219,7 @@ class _Reader:
                 name: {(d, self.boxes[box]): self.values[value] for d, box, value in pieces}
                 for name, pieces in data["updates"].items()
             },
+            notes=tuple(map(str, data["notes"])),
         )
 
     def layout(self, pieces: list[list[int]]) -> Layout:
@@ -238,6 +242,7 @@ class _Reader:
                     reads=tuple(reads),
                     makes=tuple(makes),
                     shifted=shifted,
+                    offsets=None if data["context"] == ONCE else self.microbatches.offsets_of(op),
                 )
                 for op, ranges, reads, makes, shifted in data["calls"]
             ),

@@ -50,7 +50,7 @@ def is_random_segment(segment: Segment, refined: Refined) -> bool:
 
 def _function(call: Call, refined: Refined) -> Callable[..., Any]:
     """What a line calls: the op's part, in the modes in which the model computes it."""
-    compute = compute_part(refined, call.op, call.ranges, shifted=call.shifted)
+    compute = compute_part(refined, call.op, call.ranges, shifted=call.shifted, offsets=call.offsets)
     op = refined.cases[call.op].op
     single = len(call.makes) == 1
     dtype = getattr(torch, op.autocast) if op.autocast else None

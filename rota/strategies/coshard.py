@@ -63,9 +63,7 @@ class _OneAfterAnother:
     def finish(self, mesh: Mesh) -> None:
         """Cut what each device has."""
         for run in self._runs:
-            mesh.plan.recompute(run.dims)
-            if self._parts > 1:
-                _cut(mesh.plan, run, self._parts)
+            _cut(mesh.plan, run, self._parts)
 
 
 @dataclass(kw_only=True)
@@ -74,25 +72,21 @@ class Run:
 
     dims: dict[str, str] = field(default_factory=dict)
     """op -> the dim along which it is cut, in the order of the graph"""
-    first: list[str] = field(default_factory=list)
-    """Those that read nothing of the others."""
     saved_bytes: float = 0.0
 
 
 def _cut(plan: Plan, run: Run, parts: int) -> None:
-    """Cut a run, and begin a part when all of the one before it on the same device is done."""
-    lanes: dict[int | None, dict[str, list[Part]]] = {}
+    """Cut what each device has of a run, and compute each part of the run apart and again for its backward pass."""
+    lanes: dict[tuple[int | None, int], list[Part]] = {}
     for op, dim in run.dims.items():
         for part in plan.parts(op):
-            lanes.setdefault(plan.device_of(part), {})[op] = plan.split(part, dim, parts)
-    made = {name: op.name for op in plan.graph.ops if op.name in run.dims for name in op.outputs if name is not None}
-    read = {made[name] for op in plan.graph.ops if op.name in run.dims for name in op.inputs if name in made}
-    last = [op for op in run.dims if op not in read]
-    for of_op in lanes.values():
-        for before, after in itertools.pairwise(range(parts)):
-            for one, other in itertools.product(last, run.first):
-                if one in of_op and other in of_op:
-                    plan.order(of_op[one][before], before=of_op[other][after])
+            device = plan.device_of(part)
+            start, stop = dict(part.ranges).get(dim, (0, plan.dims(op)[dim].size))
+            count = min(parts, stop - start)  # other axes may have left less of it
+            for number, lane in enumerate(plan.split(part, dim, count) if count > 1 else [part]):
+                lanes.setdefault((device, number), []).append(lane)
+    for lane_parts in lanes.values():
+        plan.recompute(lane_parts)
 
 
 def find_runs(refined: Refined, parts: int) -> list[Run]:
@@ -165,12 +159,10 @@ class _Visit:
                 after = [stage[self._maker[name]] + (name in cut) for name in op.inputs if name in self._maker]
                 stage[op.name] = max(after, default=0)
                 continue
-            number, dim, first = placed
+            number, dim = placed
             stage[op.name] = number
             run = runs.setdefault(number, Run())
             run.dims[op.name] = dim.name
-            if first:
-                run.first.append(op.name)
             for name, names in zip(op.outputs, self._refined.frames[op.name].makes, strict=True):
                 if name is not None:
                     cut[name] = names.index(dim.name) if names is not None and dim.name in names else None
@@ -178,12 +170,10 @@ class _Visit:
             run.saved_bytes = self._saved(run, cut)
             yield run
 
-    def _placed(
-        self, op: Op, family: int, stage: dict[str, int], cut: dict[str, int | None]
-    ) -> tuple[int, Dim, bool] | None:
-        """In which run an op can be, along which of its dims, and whether it reads nothing of that run."""
+    def _placed(self, op: Op, family: int, stage: dict[str, int], cut: dict[str, int | None]) -> tuple[int, Dim] | None:
+        """In which run an op can be, and along which of its dims."""
         frame = self._refined.frames[op.name]
-        best: tuple[int, Dim, bool] | None = None
+        best: tuple[int, Dim] | None = None
         for dim in frame.dims.values():
             if dim.family != family or not frame.can_cut(dim) or dim.size < self._parts:
                 continue
@@ -202,7 +192,7 @@ class _Visit:
             if dim.reduced and (whole or not aligned or min(aligned) < number):
                 continue  # partial sums are worth it only at the end of a run
             if best is None or number < best[0]:
-                best = (number, dim, number not in aligned)
+                best = (number, dim)
         return best
 
     def _saved(self, run: Run, cut: dict[str, int | None]) -> float:

@@ -7,7 +7,7 @@ every device has a part of the vocabulary, and works on it in extra steps betwee
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Cut, Mesh, Pin, Recipe
 from rota.strategies.pipeline import copied, op_cost, stages_by_cost
 from rota.strategies.tensor import Vocabulary
-from rota.strategies.turns import meets
+from rota.strategies.turns import turning_ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,11 @@ class _Interlaced:
         plan, count, last = self._plan, self._plan.microbatches, self._stages - 1
         plan.group(name for name, dim in self._cut.items() if dim.reduced)
         plan.group(name for name, dim in self._cut.items() if not dim.reduced)
-        if count == 1 or meets(plan):
+        turning = turning_ops(plan)
+        if not turning:
             return
         scores = next((op for op in reversed(plan.graph.ops) if op.kind == BLOCK_SCORES), None)
-        ends = self._ends()
+        ends = self._ends(turning)
         if scores is not None:
             self._look_up_in_time(mesh, scores, ends)
         for stage, (first, final) in ends.items():
@@ -113,18 +114,14 @@ class _Interlaced:
                 for stage, (_, final) in ends.items():
                     self._order(mesh, (final, m - 1 - stage, False), (op, m, False))
 
-    def _ends(self) -> dict[int, tuple[Op, Op]]:
-        """The first and the last op of each stage that has a backward pass for each micro-batch."""
+    def _ends(self, turning: Collection[str]) -> dict[int, tuple[Op, Op]]:
+        """The first and the last op of each stage that has a backward pass for the samples of each micro-batch."""
         plan = self._plan
         running = microbatches_of(plan).running
-        wanted = {plan.graph.loss.name}
         found: dict[int, tuple[Op, Op]] = {}
         for op in reversed(plan.graph.ops):
-            if not op.with_grad or not any(name in wanted for name in op.outputs):
-                continue
-            wanted |= {name for name in op.inputs if plan.graph.tensors[name].requires_grad}
             alone = op.name not in self._copied and op.name not in self._spread
-            if alone and running[op.name].mode is Mode.ROWS:
+            if alone and op.name in turning and running[op.name].mode is Mode.ROWS:
                 stage = self.stage_of[op.name]
                 found[stage] = (op, found.get(stage, (op, op))[1])
         return found
@@ -139,7 +136,7 @@ class _Interlaced:
                 assert here is not None
                 assert there is not None
                 if here == there or (along and here - mesh.place(here) * inner == there - mesh.place(there) * inner):
-                    plan.order(
+                    plan.prefer(
                         At(part=one, microbatch=first[1], backward=first[2]),
                         before=At(part=other, microbatch=second[1], backward=second[2]),
                     )

@@ -17,7 +17,7 @@ from rota.graph.graph import Op
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
-from rota.strategies.turns import has_turns, meets
+from rota.strategies.turns import turning_ops
 
 Order = Literal["1f1b", "gpipe", "interleaved"]
 
@@ -79,27 +79,19 @@ class _Stages:
     def finish(self, mesh: Mesh) -> None:
         """Let no device run further ahead than the order says."""
         plan, count = self._plan, self._plan.microbatches
-        if count == 1 or self._recipe.order == "interleaved" or meets(plan):
+        if count == 1 or self._recipe.order == "interleaved":
             return
-        for stage in range(self.stages):
+        firsts = {self.stage_of[name]: name for name in reversed(turning_ops(plan)) if name not in self._copied}
+        for stage, op in firsts.items():
             ahead = count if self._recipe.order == "gpipe" else min(count, self.stages - stage)
-            op = self._first_with_gradient(stage)
-            if op is None:
-                continue
             for part in plan.parts(op):
                 if self._recipe.order == "gpipe":
-                    plan.order(At(part=part, microbatch=count - 1), before=At(part=part, microbatch=0, backward=True))
+                    plan.prefer(At(part=part, microbatch=count - 1), before=At(part=part, microbatch=0, backward=True))
                 else:
                     for m in range(count - ahead):
-                        plan.order(
+                        plan.prefer(
                             At(part=part, microbatch=m, backward=True), before=At(part=part, microbatch=m + ahead)
                         )
-
-    def _first_with_gradient(self, stage: int) -> Op | None:
-        for op in self._plan.graph.ops:
-            if self.stage_of[op.name] == stage and op.name not in self._copied and has_turns(self._plan, op):
-                return op
-        return None
 
 
 def stages_by_cost(

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from rota.errors import InputError
 from rota.graph.cost import element_bytes
-from rota.graph.graph import Graph, Op, Ref, Role
+from rota.graph.graph import Graph, Op, Ref, Role, trained_ops
 from rota.graph.rewrite import rewrite
 from rota.plan.box import even_widths
 from rota.plan.microbatches import Mode, microbatches_of
@@ -23,7 +23,7 @@ from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
 from rota.strategies.pipeline import copied, op_cost, stages_by_cost
-from rota.strategies.turns import meets
+from rota.strategies.turns import turning_ops
 
 Order = Literal["3f1b", "sequential"]
 
@@ -170,7 +170,7 @@ class _Stages:
         self._passes = find_passes(plan.graph)
         self.stage_of = _stages(plan, degree, self._passes)
         self._copied = copied(plan, self.stage_of)
-        self._trained = _trained(plan.graph)
+        self._trained = trained_ops(plan.graph)
 
     def choose(self, op: Op) -> Choice:
         """To the stage of its layer; what depends on the batch alone is computed wherever it is needed."""
@@ -186,7 +186,7 @@ class _Stages:
             return
         for number in range(last):
             plan.group([op for op in plan.graph.ops if not op.with_grad and self._passes.number[op.name] == number])
-        if meets(plan) or not self._goes_round():  # then the data flow alone says what comes when
+        if not turning_ops(plan) or not self._goes_round():  # then the data flow alone says what comes when
             return
         groups = [plan.microbatches] if self._order == "sequential" else _groups(plan.microbatches, self._degree)
         for stage in range(self._degree):
@@ -229,7 +229,7 @@ class _Stages:
         plan = self._plan
         for one, other in itertools.product(plan.parts(done.part.op), plan.parts(begun.part.op)):
             if plan.device_of(one) == plan.device_of(other):
-                plan.order(replace(done, part=one), before=replace(begun, part=other))
+                plan.prefer(replace(done, part=one), before=replace(begun, part=other))
 
     @functools.cached_property
     def _each(self) -> dict[tuple[int, int], list[Op]]:
@@ -287,7 +287,7 @@ def tasks(stage: int, *, stages: int, passes: int, groups: Sequence[int]) -> lis
 def _stages(plan: Plan, degree: int, passes: Passes) -> dict[str, int]:
     """The stage of each op: those of the last pass by cost, the others where the same is done in the last pass."""
     graph = plan.graph
-    trained = _trained(graph)
+    trained = trained_ops(graph)
     costs = {op.name: 0.0 for op in graph.ops}
     for op in graph.ops:
         home = op.name if op.with_grad else passes.like.get(op.name)
@@ -305,17 +305,6 @@ def _stages(plan: Plan, degree: int, passes: Passes) -> dict[str, int]:
             inputs = [made[name] for name in op.inputs if name in made]
             found[op.name] = found[same] if same is not None else max(inputs, default=0)
         made |= {name: found[op.name] for name in op.outputs if name is not None}
-    return found
-
-
-def _trained(graph: Graph) -> set[str]:
-    """The ops that have a backward pass: the loss depends on them, and they on a parameter."""
-    wanted = {graph.outputs["loss"]}
-    found = set()
-    for op in reversed(graph.ops):
-        if op.with_grad and any(name in wanted and graph.tensors[name].requires_grad for name in op.outputs if name):
-            found.add(op.name)
-            wanted.update(op.inputs)
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rota.errors import InputError
-from rota.graph.graph import Graph, Role
+from rota.graph.graph import Graph, Role, trained_ops
 from rota.graph.positional import is_random
 from rota.memory.shards import Shard, cut_into_shards
 from rota.plan.box import Box
@@ -87,22 +87,11 @@ def _as_the_model_does(plan: Plan, shards: int) -> None:
     graph = plan.graph
     for before, after in itertools.pairwise(op for op in graph.ops if is_random(op)):
         plan.order(before, before=after)
-    live = _differentiated(graph)
+    live = trained_ops(graph)
     rows = [[op for op in graph.ops[one.start : one.stop] if op.name in live] for one in shards_of(graph, shards)]
     for early, late in itertools.pairwise(row for row in rows if row):
         for last, first in itertools.product(plan.parts(late[0]), plan.parts(early[-1])):
             plan.order(At(part=last, backward=True), before=At(part=first, backward=True))
-
-
-def _differentiated(graph: Graph) -> set[str]:
-    """The ops through which the loss depends on something that has a gradient."""
-    wanted, found = {graph.loss.name}, set[str]()
-    for op in reversed(graph.ops):
-        if any(name in wanted and graph.tensors[name].requires_grad for name in op.outputs if name is not None):
-            wanted.update(op.inputs)
-            if op.with_grad:
-                found.add(op.name)
-    return found
 
 
 def on_the_first(graph: Graph, shards: int, *, recomputed: Collection[int], replicas: int) -> Plan:

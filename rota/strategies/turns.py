@@ -1,46 +1,49 @@
-"""How micro-batches follow each other where no pipeline says it: one is done before the next begins."""
+"""Which ops micro-batches take in turns, and how they follow each other where no pipeline says it."""
 
 from __future__ import annotations
 
-from rota.graph.graph import Op
-from rota.plan.microbatches import Mode, microbatches_of
+from rota.graph.graph import differentiated, trained_ops
+from rota.graph.rules import occurrences
+from rota.plan.microbatches import Mode, is_aligned, microbatches_of
 from rota.plan.plan import At, Plan
 
 
 def one_after_another(plan: Plan) -> None:
     """Let no forward pass run ahead of the backward pass before it, so that one micro-batch's activations are kept."""
-    if plan.microbatches == 1 or meets(plan):
-        return
-    for op in plan.graph.ops:
-        if has_turns(plan, op):
-            for part in plan.parts(op):
-                for m in range(plan.microbatches - 1):
-                    plan.order(At(part=part, microbatch=m, backward=True), before=At(part=part, microbatch=m + 1))
-            return
+    first = next(iter(turning_ops(plan)), None)
+    for part in [] if first is None else plan.parts(first):
+        for m in range(plan.microbatches - 1):
+            plan.prefer(At(part=part, microbatch=m, backward=True), before=At(part=part, microbatch=m + 1))
 
 
-def has_turns(plan: Plan, op: Op) -> bool:
-    """Whether an op has a backward pass for each micro-batch: it makes something of samples that has a gradient."""
-    tensors, samples = plan.graph.tensors, plan.refined.batch_families()
-    made = [name for name in op.outputs if name is not None and tensors[name].requires_grad]
-    return op.with_grad and any(not samples.isdisjoint(plan.refined.families[name]) for name in made)
+def turning_ops(plan: Plan) -> dict[str, None]:
+    """The ops that have a backward pass for each micro-batch, in the order of the graph.
 
-
-def meets(plan: Plan) -> bool:
-    """Whether something in the middle needs all micro-batches at once, as a batch norm does: none can run ahead."""
-    running, samples = microbatches_of(plan).running, plan.refined.batch_families()
-    apart: set[str | None] = set()
-    """What each micro-batch makes for itself."""
+    There are none if the gradient of one micro-batch needs what all of them made, as behind a batch norm or with the
+    square root of a loss: then no backward pass can run before all forward passes are done.
+    """
+    if plan.microbatches == 1 or not plan.backward:
+        return {}
+    refined, microbatches = plan.refined, microbatches_of(plan)
+    wanted, trained = differentiated(plan.graph), trained_ops(plan.graph)
+    turning: dict[str, None] = {}
+    behind: set[str | None] = set()
+    """What is made by ops that take turns, and of that."""
     late: set[str | None] = set()
-    """What is made of all of them: a statistic, or a sum over samples."""
+    """What needs that of all micro-batches."""
     for op in plan.graph.ops:
-        once = running[op.name].mode is Mode.ONCE
-        if running[op.name].mode is Mode.ROWS and any(name in late for name in op.inputs):
-            return True
-        of_them = any(name in apart or name in late for name in op.inputs)
-        summed = all(name is None or samples.isdisjoint(plan.refined.families[name]) for name in op.outputs)
-        if of_them and (once or summed):
+        reads = occurrences(op)
+        is_late = any(
+            name in late or (name in behind and not is_aligned(refined, microbatches, op.name, i, name))
+            for i, name in enumerate(reads)
+        )
+        if is_late and op.name in trained and any(name in wanted and name in behind for name in reads):
+            return {}
+        if is_late:
             late.update(op.outputs)
-        elif not once:
-            apart.update(op.outputs)
-    return False
+        takes_turns = op.name in trained and microbatches.running[op.name].mode is not Mode.ONCE
+        if takes_turns:
+            turning[op.name] = None
+        if takes_turns or any(name in behind for name in reads):
+            behind.update(op.outputs)
+    return turning

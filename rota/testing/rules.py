@@ -225,7 +225,7 @@ class _Check:
         tolerance = self.tolerance
         if expected.is_floating_point():  # an op that was told to compute in float32 is only as exact as that
             tolerance = max(tolerance, 100 * torch.finfo(expected.dtype).eps)
-        found, expected = found.double(), expected.double()
+        found, expected = (one.to(torch.promote_types(one.dtype, torch.float64)) for one in (found, expected))
         equal = (found == expected) | (found.isnan() & expected.isnan())
         distance = (found - expected).abs().masked_fill(equal, 0)
         scale = max(1.0, expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0)

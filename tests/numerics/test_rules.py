@@ -15,7 +15,7 @@ from rota.errors import RuleError
 from rota.graph import rules
 from rota.graph.graph import Tensor
 from rota.graph.notation import parse
-from rota.graph.part import Place, compute_part
+from rota.graph.part import Offsets, Place, compute_part
 from rota.graph.positional import uniform
 from rota.graph.refine import refine
 from rota.plan.box import Box
@@ -78,6 +78,16 @@ POINTWISE = [
     *unary("elu leaky_relu hardswish hardsigmoid hardtanh mish softplus selu celu erf floor ceil round trunc sign"),
     *unary("logical_not isnan isinf isfinite isneginf isposinf nan_to_num square logit log_sigmoid"),
     *unary("clone contiguous detach zeros_like ones_like empty_like _to_copy"),
+    *unary(
+        "sinh cosh asin acos atan asinh atanh erfc erfinv lgamma digamma log10 frac sgn positive hardshrink softshrink"
+    ),
+    *unary("real"),
+    *binary("xlogy copysign"),
+    *binary("hypot logaddexp", overload="default"),
+    E(aten.acosh.default, x + 1, dims="d0 d2"),
+    E(aten.threshold.default, x, 0.3, 0.1, dims="d0 d2"),
+    E(aten.imag.default, torch.complex(x, x), dims="d0 d2"),
+    E(aten.clip.default, x, 0.2, 0.5, dims="d0 d2"),
     *binary("add sub mul div fmod remainder eq ne lt le gt ge rsub"),
     *binary("floor_divide maximum minimum atan2 logical_and logical_or logical_xor", overload="default"),
     *binary("bitwise_and bitwise_or", make=lambda *shape: ints(8, *shape)),
@@ -163,7 +173,25 @@ PRODUCTS = [
     E(aten.conv2d.default, floats(2, 3, 4, 5), floats(4, 3, 1, 1), floats(4), dims="b k n s0 s1"),
     E(aten.conv2d.padding, floats(2, 3, 4, 5), floats(4, 3, 3, 3), floats(4), [1, 1], "same", dims="b k n"),
     E(aten.conv3d.default, floats(2, 2, 4, 4, 4), floats(2, 2, 2, 3, 3), floats(2), dims="b k n"),
+    E(aten.conv_transpose1d.default, floats(2, 4, 5), floats(4, 3, 3), floats(3), [2], dims="b k n"),
+    E(aten.conv_transpose2d.input, floats(2, 4, 3, 5), floats(4, 3, 3, 2), None, [2, 2], [1, 0], [1, 0], dims="b k n"),
+    E(aten.conv_transpose2d.input, floats(2, 6, 3, 5), floats(6, 2, 3, 2), floats(6), groups=3, dims="b g k n"),
+    E(aten.conv_transpose2d.input, floats(4, 3, 5), floats(4, 3, 3, 2), floats(3), dims="k n"),
+    E(aten.conv_transpose3d.input, floats(2, 2, 2, 3, 2), floats(2, 3, 2, 2, 2), floats(3), dims="b k n"),
+    E(aten.bilinear.default, floats(2, 3), floats(2, 4), floats(5, 3, 4), floats(5), dims="d0 i j n"),
 ]
+
+
+def recurrent(op, state, gates):
+    """Two layers of width five over sequences of features of width four."""
+    weights = [floats(gates * 5, width) for layer in (4, 5) for width in (layer, 5)]
+    settings = (weights, False, 2)
+    return [
+        E(op, floats(6, 3, 4), state, *settings, 0.0, True, False, False, dims="b"),
+        E(op, floats(3, 6, 4), state, *settings, 0.0, True, False, True, dims="b"),
+        E(op, floats(6, 3, 4), state, *settings, 0.5, False, False, False, dims="b"),
+    ]
+
 
 ALONG = [
     *(E(getattr(aten, f).int, floats(3, 4, 5), 1, dims="d0 d2") for f in ("softmax", "log_softmax")),
@@ -201,6 +229,44 @@ ALONG = [
     E(aten.max_pool1d.default, floats(2, 3, 8), [2], dims="d0 d1"),
     E(aten.max_pool2d.default, floats(2, 3, 8, 8), [2, 2], dims="d0 d1"),
     E(aten.max_pool2d_with_indices.default, floats(2, 3, 8, 8), [2, 2], dims="d0 d1"),
+    E(aten.max_pool3d_with_indices.default, floats(2, 3, 4, 4, 4), [2, 2, 2], dims="d0 d1"),
+    *(
+        E(getattr(aten, f).default, floats(2, 3, 4, 4, 4), [2, 2, 2], dims="d0 d1")
+        for f in ("avg_pool3d", "max_pool3d")
+    ),
+    E(aten.adaptive_avg_pool3d.default, floats(2, 3, 4, 4, 4), [2, 1, 2], dims="d0 d1"),
+    *(
+        E(getattr(aten, f"adaptive_max_pool{n}d").default, floats(2, 3, *[4] * n), [2] * n, dims="d0 d1")
+        for n in (1, 2, 3)
+    ),
+    *(
+        E(getattr(aten, f"upsample_nearest{n}d").vec, floats(2, 3, *[4] * n), None, [2.0] * n, dims="d0 d1")
+        for n in (1, 2, 3)
+    ),
+    *(
+        E(getattr(aten, f"upsample_{kind}").vec, floats(2, 3, *[4] * n), [6] * n, True, None, dims="d0 d1")
+        for kind, n in (("linear1d", 1), ("bilinear2d", 2), ("bicubic2d", 2), ("trilinear3d", 3))
+    ),
+    *(E(getattr(aten, f).default, floats(3, 4, 5), -1, dims="d0 d1") for f in ("logcumsumexp", "cummax", "cummin")),
+    E(aten.median.dim, floats(3, 4), 1, dims="d0"),
+    E(aten.count_nonzero.dim_IntList, bools(3, 4), [0], dims="d1"),
+    *(E(getattr(aten, f).correction, floats(3, 4), [1], correction=0, dims="d0") for f in ("var_mean", "std_mean")),
+    E(aten.norm.ScalarOpt_dim, floats(3, 4), 2, [1], dims="d0"),
+    E(aten.norm.Scalar, floats(3, 4), 2, dims=""),
+    E(aten.linalg_vector_norm.default, floats(3, 4, 2), 1, [0, 2], True, dims="d1"),
+    E(aten.linalg_vector_norm.default, floats(3, 4), dims=""),
+    E(aten.glu.default, floats(3, 4, 6), -1, dims="d0 d1 d2"),
+    E(aten.glu.default, floats(3, 4, 6), 1, dims="d0 d1 d2"),
+    E(aten.prelu.default, floats(3, 4, 6), floats(4), dims="d0 d1 d2"),
+    E(aten.prelu.default, floats(3, 4), floats(1), dims="d0 d1"),
+    E(aten.grid_sampler.default, floats(2, 3, 4, 5), floats(2, 6, 2, 2), 0, 0, False, dims="b c s0 s1"),
+    E(aten.pixel_shuffle.default, floats(2, 12, 3, 4), 2, dims="d0 c h w"),
+    *(
+        example
+        for name in ("gru", "rnn_tanh", "rnn_relu")
+        for example in recurrent(getattr(aten, name).input, floats(2, 3, 5), 3 if name == "gru" else 1)
+    ),
+    *recurrent(aten.lstm.input, [floats(2, 3, 5), floats(2, 3, 5) ** 2], 4),
 ]
 
 
@@ -220,6 +286,9 @@ NORMS = [
 ]
 
 TARGETS = torch.tensor([0, 3, -100, 1, 2, 0])
+SIGNS = ints(2, 3, 4) * 2.0 - 1
+TRIPLET = (floats(3, 4), floats(3, 4) ** 2, floats(3, 4).sqrt())
+
 LOSSES = [
     E(aten.cross_entropy_loss.default, floats(6, 4), TARGETS, None, 2, dims="b"),
     E(aten.cross_entropy_loss.default, floats(6, 4), TARGETS, None, 0, dims="b"),
@@ -240,6 +309,54 @@ LOSSES = [
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div")
         for reduction in (0, 1, 2)
     ),
+    *(
+        E(aten.poisson_nll_loss.default, floats(3, 4), floats(3, 4), True, full, 1e-8, reduction, dims="d0 d1")
+        for full in (False, True)
+        for reduction in (0, 1, 2)
+    ),
+    *(
+        example
+        for reduction in (0, 1, 2)
+        for example in (
+            E(aten.hinge_embedding_loss.default, floats(3, 4), SIGNS, 1.0, reduction, dims="d0 d1"),
+            E(aten.margin_ranking_loss.default, floats(3, 4), floats(3, 1), SIGNS, 0.1, reduction, dims="d0 d1"),
+            E(aten.multi_margin_loss.default, floats(6, 4), TARGETS.clamp_min(0), reduction=reduction, dims="d0"),
+            E(
+                aten.multi_margin_loss.default,
+                floats(6, 4),
+                TARGETS.clamp_min(0),
+                2,
+                0.5,
+                floats(4),
+                reduction,
+                dims="d0",
+            ),
+            E(aten.multilabel_margin_loss.default, floats(3, 4), ints(4, 3, 4), reduction, dims="d0"),
+            E(
+                aten.cosine_embedding_loss.default,
+                floats(3, 4),
+                floats(3, 4) ** 2,
+                SIGNS[:, 0],
+                0.1,
+                reduction,
+                dims="d0",
+            ),
+            E(aten.triplet_margin_loss.default, *TRIPLET, swap=True, reduction=reduction, dims="d0"),
+            E(
+                aten.triplet_margin_loss.default,
+                *(x.expand(2, 3, 4) for x in TRIPLET),
+                reduction=reduction,
+                dims="d0 d1",
+            ),
+        )
+    ),
+    E(aten.multi_margin_loss.default, floats(4), ints(4), dims=""),
+    E(aten.triplet_margin_loss.default, TRIPLET[0], TRIPLET[1], TRIPLET[2][:1], dims=""),
+    E(aten.pairwise_distance.default, floats(2, 3, 4), floats(3, 4) ** 2, dims="d0 d1"),
+    E(aten.pairwise_distance.default, floats(3, 4), floats(3, 4) ** 2, 1.0, keepdim=True, dims="d0"),
+    E(aten.cosine_similarity.default, floats(3, 4, 2), floats(3, 1, 2), 1, dims="d0 d2"),
+    E(aten.cosine_similarity.default, floats(3, 4), floats(3, 4) ** 2, -1, dims="d0"),
+    E(aten.cdist.default, floats(2, 3, 4), floats(2, 5, 4) ** 2, dims="d0 p r"),
     *(
         E(getattr(aten, name).default, floats(3, 4), bools(3, 4).double(), floats(4), reduction=reduction, dims="d0 d1")
         for name in ("binary_cross_entropy", "binary_cross_entropy_with_logits")
@@ -274,6 +391,11 @@ VIEWS = [
     E(aten.numpy_T.default, floats(2, 3, 4), dims="d0 d1 d2"),
     E(aten.expand.default, floats(3, 1, 4), [2, 3, 5, -1], dims="d0 d1 d2 d3"),
     E(aten.broadcast_to.default, floats(3, 1), [3, 4], dims="d0 d1"),
+    E(aten.broadcast_tensors.default, [floats(3, 1), floats(4), floats(2, 3, 4)], dims="d0 d1 d2"),
+    E(aten.scatter.src, floats(3, 4), 1, ints(4, 3, 4).sort(1).values, floats(3, 4) + 1, dims="d0"),
+    E(aten.scatter.value, floats(3, 4), 0, ints(3, 2, 4), 0.5, dims="d1"),
+    E(aten.scatter_add.default, floats(3, 4), 1, ints(4, 3, 2), floats(3, 2), dims="d0"),
+    E(aten.one_hot.default, ints(4, 2, 3), 4, dims="d0 d1"),
     E(aten.repeat.default, floats(3, 4), [2, 1, 3], dims="r0 d1 r2 d2"),
     E(aten.repeat_interleave.self_int, floats(3, 4), 2, -1, dims="d0 d1 r"),
     E(aten.repeat_interleave.self_int, floats(3, 4), 2, dims=""),
@@ -395,19 +517,48 @@ def test_every_kind_has_an_example():
     assert own - {example.kind for example in EXAMPLES} == set()
 
 
+def _linear_together(linear, reads):
+    """The sets of reads in each of which an op says that it is linear."""
+    if linear is None or not reads:
+        return []
+    if linear is rules.Linear.EACH:
+        return [{i} for i in range(reads)]
+    return [{0}] if linear is rules.Linear.FIRST else [set(range(reads))]
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_partial_sums_go_through_what_is_said_to_be_linear(example):
     graph, values = _graph_of(example.op, example.args, example.kwargs)
-    rule = rules.rule_of(graph.ops[0])
-    if rule is None or not rule.linear_in or len(values) <= max(rule.linear_in):
+    op = graph.ops[0]
+    rule = rules.rule_of(op)
+    if rule is None or rules.added_number(op):
         return
     compute = compute_part(refine(graph), "op", {})
-    results = [
-        compute([value * share if i in rule.linear_in else value for i, value in enumerate(values)], Place(key=1))
-        for share in (4, 1, 3)
-    ]
-    for whole, one, other in zip(*results, strict=True):
-        assert torch.allclose(one + other, whole, rtol=1e-6)
+    for shared in _linear_together(rule.linear, len(values)):
+        results = [
+            compute([value * share if i in shared else value for i, value in enumerate(values)], Place(key=1))
+            for share in (4, 1, 3)
+        ]
+        for whole, one, other in zip(*results, strict=True):
+            assert torch.allclose(one + other, whole, rtol=1e-6)
+
+
+X, Y = floats(2, 3), floats(2, 3) + 1
+SUMS = [
+    *((op.Tensor, (X, Y), {read}) for op in (aten.add, aten.sub, aten.rsub) for read in (0, 1)),
+    *((op.Scalar, (X, 3.0), set()) for op in (aten.add, aten.sub, aten.rsub)),
+    *((op.default, ([X, Y],), {read}) for op in (aten.cat, aten.stack) for read in (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "once"), SUMS, ids=str)
+def test_each_term_of_a_sum_adds_an_equal_part_of_what_is_no_partial_sum(op, args, once):
+    graph, values = _graph_of(op, args, {})
+    refined = refine(graph)
+    (whole,) = compute_part(refined, "op", {})(values, Place(key=1))
+    term = compute_part(refined, "op", {}, offsets=Offsets(reads=frozenset(once), terms=3))
+    shares = [[value if i in once else value * share for i, value in enumerate(values)] for share in (2, -4, 3)]
+    assert torch.allclose(sum(term(one, Place(key=1))[0] for one in shares), whole, rtol=1e-12)
 
 
 @pytest.mark.parametrize("example", POSITIONAL, ids=str)

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rota.graph.capture import capture
+from rota.graph.graph import trained_ops
 from rota.plan.layout import Kind
 from rota.plan.program import NodeKind
 from rota.runtime.in_process import InProcess
@@ -83,14 +85,29 @@ def test_no_two_parts_of_an_op_are_computed_in_one_go(specimen):
         assert max(Counter(call.op for call in segment.calls).values()) == 1
 
 
-def test_one_part_of_a_run_is_done_before_the_next_begins(specimen):
+def lanes(plan, op):
+    """The groups of the parts of an op: those of a run are cut in as many and are in the same."""
+    return tuple(plan.groups_of(part) for part in plan.parts(op))
+
+
+def test_each_part_of_a_run_is_computed_in_one_go(specimen):
+    """So that what one part makes inside is gone when the next part begins."""
     plan = find("coshard(2)")(specimen[2], 1)
-    nodes = parts_of(plan.compile())
-    runs = {}
-    for op in nodes:
-        runs.setdefault(plan.groups[op], []).append(op)
-    for ops in runs.values():
-        assert max(min(nodes[op]) for op in ops) < min(max(nodes[op]) for op in ops)
+    trained, nodes = trained_ops(plan.graph), parts_of(plan.compile())
+    maker = {name: op.name for op in plan.graph.ops for name in op.outputs}
+    inner = 0
+    for op in plan.graph.ops:
+        for name in op.inputs:
+            one = maker.get(name)
+            if (
+                one in nodes
+                and op.name in nodes
+                and {one, op.name} <= trained
+                and lanes(plan, one) == lanes(plan, op.name)
+            ):
+                assert nodes[one] == nodes[op.name]
+                inner += 1
+    assert inner > 5
 
 
 def test_what_is_cut_is_recomputed_and_nothing_leaves_the_device(specimen):
@@ -107,15 +124,15 @@ def test_a_layer_that_runs_several_times_is_cut_each_time_for_itself():
     made = small("evoformer")
     graph = capture(made.model, made.batch, made.loss)
     plan = find("coshard(2)")(graph, 1)
-    products = [op for op in graph.ops if op.kind == "linear" and plan.groups.get(op.name) in plan.recomputed]
-    read = Counter((plan.groups[op.name], op.inputs[1]) for op in products)
+    products = [op for op in graph.ops if op.kind == "linear" and plan.is_recomputed(plan.parts(op)[0])]
+    read = Counter((lanes(plan, op), op.inputs[1]) for op in products)
     assert max(read.values()) == 1
 
 
 def test_recomputing_alone_takes_the_runs_that_would_be_cut(specimen):
     alone, cut = (find(strategy)(specimen[2], 1) for strategy in ("coshard(1)", "coshard(4)"))
-    assert alone.groups == cut.groups
-    assert alone.recomputed == cut.recomputed
+    runs = [{op.name for op in plan.graph.ops if plan.is_recomputed(plan.parts(op)[0])} for plan in (alone, cut)]
+    assert runs[0] == runs[1]
     assert not parts_of(alone.compile())
 
 
@@ -156,3 +173,97 @@ def test_knobs_that_make_no_sense_are_refused(specimen, refused):
         assert "whole number of at least 1" in refused(find(f"coshard({knob})"), graph, 1)
     sentence = refused(find("coshard(4096)"), graph, 1)
     assert "can be cut into 4096; use fewer parts" in sentence
+
+
+# ---- in products ----
+
+
+class Attention(torch.nn.Module):
+    """Queries in groups that share keys and values; `mixes` makes each sample depend on all."""
+
+    def __init__(self, *, mixes=False):
+        super().__init__()
+        self.norm, self.inner_norm = torch.nn.LayerNorm(16), torch.nn.LayerNorm(16)
+        self.query, self.key, self.value = (torch.nn.Linear(16, width) for width in (16, 8, 8))
+        self.output = torch.nn.Linear(16, 16)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.mixes = mixes
+
+    def forward(self, x):
+        h = self.norm(x)
+        q, k, v = (one(h).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.output(found.transpose(1, 2).flatten(2))
+        h = F.gelu(self.up(self.inner_norm(x)))
+        return x + self.down(h - h.mean(0, keepdim=True) if self.mixes else h)
+
+
+class Words(torch.nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.words, self.middle, self.head = torch.nn.Embedding(32, 16), middle, torch.nn.Linear(16, 32)
+
+    def forward(self, x):
+        return self.head(self.middle(self.words(x)))
+
+
+class Both(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Transformer(16, 4, 1, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x)
+
+
+def shared_layers():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    return torch.nn.Sequential(layer, layer, layer)
+
+
+MIDDLES = {
+    "grouped queries": lambda: torch.nn.Sequential(*(Attention() for _ in range(3))),
+    "samples that mix": lambda: torch.nn.Sequential(*(Attention(mixes=True) for _ in range(3))),
+    "shared layers": shared_layers,
+    "encoder-decoder": Both,
+}
+FACTORS = {
+    "data(2)": 2,
+    "zero(2)": 2,
+    "tensor(2)": 2,
+    "dap(2)": 2,
+    "interlaced(2, microbatches=2)": 2,
+    "pipeline(2, microbatches=4)": 2,
+    "pipeline(2, microbatches=4, order='gpipe')": 2,
+    "data(2) * pipeline(2, microbatches=2)": 4,
+    "data(2, microbatches=2)": 2,
+}
+
+
+@pytest.mark.parametrize("name", MIDDLES)
+def test_products_in_any_order_equal_plain_pytorch(name):
+    torch.manual_seed(0)
+    model = Words(MIDDLES[name]()).double()
+    batch = torch.randint(0, 32, (8, 9))
+
+    def loss(model, rows):
+        return F.cross_entropy(model(rows).flatten(0, 1), rows.flatten())
+
+    expected = loss(model, batch)
+    expected.backward()
+    graph = capture(model, batch, loss)
+    for factor, devices in FACTORS.items():
+        for text in (f"coshard(2) * {factor}", f"{factor} * coshard(2)"):
+            program = find(text)(graph, devices).compile()
+            found = InProcess(program, state_of(model)).run(batch)
+            torch.testing.assert_close(found.outputs["loss"], expected.detach(), rtol=1e-10, atol=0)
+            wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+            torch.testing.assert_close(found.gradients, wanted, rtol=1e-9, atol=1e-12)
+            assert any(segment.recompute for segment in program.segments)
+
+
+def test_every_device_computes_the_parts_of_a_layer_one_after_another(specimen):
+    program = find("data(2) * coshard(2)")(specimen[2], 2).compile()
+    for device in (0, 1):
+        calls = [Counter(call.op for call in one.calls) for one in program.segments if one.device == device]
+        assert max(max(one.values()) for one in calls) == 1

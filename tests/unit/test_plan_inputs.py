@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rota
-from rota.errors import CaptureError, InputError, PlacementError, PlanError
+from rota.errors import CaptureError, CycleError, InputError, PlacementError, PlanError
 from rota.plan.box import Box
 from rota.plan.plan import At, Part
 
@@ -170,10 +170,19 @@ class TestPlans:
         with pytest.raises((PlanError, PlacementError, InputError)):
             wrong(plan)
 
-    def test_an_order_of_a_part_that_is_gone_is_refused(self, plan):
+    def test_an_order_of_what_is_cut_later_is_one_of_its_parts(self, plan):
         plan.order("0.linear", before="2.linear")
-        plan.split("0.linear", "n", 2)
-        with pytest.raises(InputError, match="any more"):
+        for part in plan.split("0.linear", "n", 2):
+            plan.replicate(part, 1)
+        plan.compile()
+        assert [str(first.part) for first, _ in plan.order_edges] == ["0.linear[n 0:4]", "0.linear[n 4:8]"]
+
+    def test_an_order_that_is_only_preferred_gives_way_to_the_data_flow(self, plan):
+        plan.prefer("2.linear", before="0.linear")
+        program = plan.compile()
+        assert "contradicts the data flow" in program.explain()
+        plan.order("2.linear", before="0.linear")
+        with pytest.raises(CycleError):
             plan.compile()
 
     def test_copies_of_copies_have_their_own_numbers(self, plan):
