@@ -21,9 +21,12 @@ from rota.graph.batch import skeleton_of
 from rota.graph.functional import Builder, module_of
 from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
+from rota.graph.traceable import traceable_losses
 
 _PREFIX = "model."
 _ASSIGNED = "assigned buffer "
+_LIBRARY_AUTOGRAD = "torch._library.autograd"
+"""Where PyTorch makes the autograd.Function of a custom op."""
 
 Loss = Callable[[torch.nn.Module, Any], Any]
 
@@ -80,7 +83,7 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
     step = _Step(model, loss)
     step.training = model.training
     try:
-        with _quietly(), _refusing_own_gradients():
+        with _quietly(), _refusing_own_gradients(), traceable_losses():
             return torch.export.export(step, (batch,), strict=False)
     except Exception as error:  # whatever the model's code or torch.export raises
         raise CaptureError(
@@ -132,7 +135,11 @@ def _has_statistics(module: torch.nn.Module) -> bool:
 def _refusing_own_gradients() -> Iterator[None]:
     """The graph has no place for a gradient that is not PyTorch's own: better no capture than wrong gradients."""
 
+    allowed = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == _LIBRARY_AUTOGRAD:  # the op itself is in the graph, and brings its gradient
+            return allowed(cls, *args, **kwargs)
         raise CaptureError(f"it uses {cls.__name__}, a torch.autograd.Function with its own backward")
 
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:

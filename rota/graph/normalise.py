@@ -1,8 +1,8 @@
 """Rewrites ops whose result depends on how many there are of something into ones that can be cut.
 
-The mean of a cross-entropy divides by the number of targets that count, which no part knows alone. It becomes a sum, a
-count and a division: equal bit for bit, and each of the three can be cut. Ops that read a tensor only for its type
-become ones that read nothing.
+The mean of a cross-entropy divides by the number of targets that count, which no part knows alone. So does that of a
+negative log-likelihood. Each becomes a sum, a count and a division: equal bit for bit, and each of the three can be
+cut. Ops that read a tensor only for its type become ones that read nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 
 from rota.graph.graph import Graph, Op, Ref, Role, Tensor
 
+COUNTED_LOSSES = ("cross_entropy_loss", "nll_loss_nd", "nll_loss")
+"""The mean of these is over the targets that are not ignored."""
+
 _MEAN, _SUM = 1, 2
 _NEW = {"new_zeros": "zeros", "new_ones": "ones", "new_full": "full", "new_empty": "empty"}
 
@@ -28,7 +31,7 @@ def normalise(graph: Graph) -> Graph:
 
 
 def _rewritten(op: Op, tensors: dict[str, Tensor]) -> Iterator[Op]:
-    if op.kind == "cross_entropy_loss" and _argument(op, 3, "reduction", _MEAN) == _MEAN:
+    if op.kind in COUNTED_LOSSES and _argument(op, 3, "reduction", _MEAN) == _MEAN:
         yield from _mean_of_sum(op, tensors)
     elif op.kind in _NEW:
         yield _created(op, tensors)
@@ -54,7 +57,7 @@ def _mean_of_sum(op: Op, tensors: dict[str, Tensor]) -> Iterator[Op]:
     scores, target = op.args[0], op.args[1]
     weight = _argument(op, 2, "weight", None)
     ignored = _argument(op, 4, "ignore_index", -100)
-    smoothing = _argument(op, 5, "label_smoothing", 0.0)
+    rest = (_argument(op, 5, "label_smoothing", 0.0),) if op.kind == "cross_entropy_loss" else ()
 
     def emit(
         name: str, kind: str, overload: str, args: tuple[Any, ...], like: Tensor, *, at: str = "", **kwargs: Any
@@ -73,7 +76,7 @@ def _mean_of_sum(op: Op, tensors: dict[str, Tensor]) -> Iterator[Op]:
             outputs=(made,),
         )
 
-    total = emit("sum", "cross_entropy_loss", "default", (scores, target, weight, _SUM, ignored, smoothing), loss)
+    total = emit("sum", op.kind, "default", (scores, target, weight, _SUM, ignored, *rest), loss)
     yield total
     labels = tensors[target.name]
     whole = Tensor(name="", shape=(), dtype="int64", role=Role.ACTIVATION)

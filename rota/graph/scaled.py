@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.graph.graph import Graph, Op, Ref, Role, Tensor, refs
+from rota.graph.normalise import COUNTED_LOSSES
 from rota.graph.rewrite import rewrite
 
 _NONE, _SUM, _REDUCTION = 0, 2, 3
@@ -47,7 +48,7 @@ def scale_before_sum(graph: Graph) -> Graph:
 
 
 def _is_total(graph: Graph, op: Op) -> bool:
-    if op.kind != "cross_entropy_loss" or len(op.args) <= _REDUCTION or op.args[_REDUCTION] != _SUM:
+    if op.kind not in COUNTED_LOSSES or len(op.args) <= _REDUCTION or op.args[_REDUCTION] != _SUM:
         return False
     target = op.args[1]
     return isinstance(target, Ref) and graph.tensors[target.name].dtype == "int64"
