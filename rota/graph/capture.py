@@ -6,9 +6,10 @@ import contextlib
 import io
 import logging
 import os
+import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from rota.errors import CaptureError
-from rota.graph.batch import skeleton_of
+from rota.graph.batch import check_leaves, leaves_of, skeleton_of, with_tensors
 from rota.graph.functional import Builder, module_of
 from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
@@ -59,16 +60,18 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
 
 
 class _Step(torch.nn.Module):
-    """What is exported: the model and its loss, as a function of the batch."""
+    """What is exported: the model and its loss, as a function of the batch's tensors."""
 
-    def __init__(self, model: torch.nn.Module, loss: Loss) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Loss, made: Callable[[Sequence[torch.Tensor]], Any]) -> None:
+        """`made` is the batch with these tensors: the loss gets the containers that it gets without a capture."""
         super().__init__()
         self.model = model
         self._loss = loss
+        self._made = made
 
-    def forward(self, batch: Any) -> dict[str, Any]:
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         before = dict(self.model.named_buffers())
-        result = self._loss(self.model, batch)
+        result = self._loss(self.model, self._made(tuple(batch.values())))
         outputs = dict(result) if isinstance(result, dict) else {"loss": result}
         # A buffer that was assigned, not written into, is another tensor now.
         assigned = {
@@ -80,15 +83,28 @@ class _Step(torch.nn.Module):
 
 
 def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.ExportedProgram:
-    step = _Step(model, loss)
+    step = _Step(model, loss, lambda tensors: with_tensors(batch, tensors))
     step.training = model.training
     try:
+        check_leaves(batch)
         with _quietly(), _refusing_own_gradients(), traceable_losses():
-            return torch.export.export(step, (batch,), strict=False)
+            return torch.export.export(step, (_inputs(batch),), strict=False)
     except Exception as error:  # whatever the model's code or torch.export raises
         raise CaptureError(
             f"the model cannot be captured: {_reason(error)}; rota can still train it on one device, as it is"
         ) from error
+
+
+def _inputs(batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch, named by their places; one that comes twice need not do so in other batches."""
+    found: dict[str, torch.Tensor] = {}
+    seen = set[int]()
+    for where, leaf in leaves_of(batch, ""):
+        if isinstance(leaf, torch.Tensor):
+            place = re.sub(r"\W+", "_", where).strip("_")
+            found[f"{place}_{len(found)}" if place in found else place] = leaf.clone() if id(leaf) in seen else leaf
+            seen.add(id(leaf))
+    return found
 
 
 def _reason(error: Exception) -> str:

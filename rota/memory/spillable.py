@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from rota.cluster.device import LEAST_MARGIN_BYTES
 from rota.errors import TaskError
+from rota.graph.batch import tensors_in
 from rota.graph.graph import Graph, Role
 from rota.memory.optimizers import update_work
 from rota.memory.steps import Training
@@ -55,10 +53,9 @@ def training_of(parts: Parts, graph: Graph, batch: Any) -> Training:
 
 def _fixed_bytes(graph: Graph, batch: Any) -> int:
     """The batch, and parameters that no op reads."""
-    tensors = [one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor)]
     read = {name for op in graph.ops for name in op.inputs}
     idle = [tensor.size_bytes for tensor in graph.parameters if tensor.name not in read]
-    return sum(one.untyped_storage().nbytes() for one in tensors) + sum(idle)
+    return sum(one.untyped_storage().nbytes() for one in tensors_in(batch)) + sum(idle)
 
 
 def margin_bytes(memory_bytes: int) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rota.errors import InputError, PlanError
+from rota.graph.batch import skeleton_of, tensors_in
 from rota.graph.capture import Loss, capture
 from rota.graph.graph import Graph
 from rota.graph.refine import Refined
@@ -129,8 +129,4 @@ def _same_pieces(name: str, layout: Layout, there: Refined, here: Refined) -> La
 
 def shape_of(batch: Any) -> tuple[Any, ...]:
     """What a program depends on: the tree of a batch, and the shape and type of each tensor in it."""
-    leaves, tree = pytree.tree_flatten(batch)
-    found = tuple(
-        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
-    return (str(tree), found)
+    return (skeleton_of(batch), tuple(tuple(tensor.shape) for tensor in tensors_in(batch)))

@@ -19,7 +19,8 @@ def signature_of(training: Training, batch: Any, *, besides: tuple[Mapping[str, 
     `besides` are the user's own strategies and techniques, which take part in the choice.
     """
     import torch
-    from torch.utils import _pytree as pytree
+
+    from rota.graph.batch import leaves_of
 
     task = training.task
     told: list[Any] = [task.precision, task.accumulate, task.compile, task.clip_norm is None]
@@ -33,11 +34,9 @@ def signature_of(training: Training, batch: Any, *, besides: tuple[Mapping[str, 
             told.append(list(code_parts(kind.forward, seen=set())))
     for name, tensor in (*training.model.named_parameters(), *training.model.named_buffers()):
         told.append([name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad])
-    leaves, spec = pytree.tree_flatten(batch)
-    told.append([str(spec)])
-    for leaf in leaves:
+    for where, leaf in leaves_of(batch):
         is_tensor = isinstance(leaf, torch.Tensor)
-        told.append([list(leaf.shape), str(leaf.dtype)] if is_tensor else type(leaf).__qualname__)
+        told.append([where, [list(leaf.shape), str(leaf.dtype)] if is_tensor else type(leaf).__qualname__])
     told.append(list(code_parts(task.loss, seen=set())))
     told.append(type(training.optimizer).__qualname__)
     for group in training.optimizer.param_groups:

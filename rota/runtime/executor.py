@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from rota.errors import DivergedError, TaskError
+from rota.graph.batch import mapped
 from rota.runtime.limits import anonymous_bytes
 from rota.state.writer import Saver, Written
 from rota.task import Task
@@ -256,21 +257,18 @@ def on_device(parts: Parts) -> AbstractContextManager[Any]:
     return torch.device(parts.device) if parts.device.type == "cuda" else nullcontext()
 
 
-def placed(value: Any, parts: Parts) -> Any:
-    """Move a batch to the device, and to double precision where the task asks for it."""
+def placed(batch: Any, parts: Parts) -> Any:
+    """A batch on the device, and in double precision where the task asks for it; the containers keep their types."""
     double = parts.task.precision == "float64"
     if parts.device.type == "cpu" and not double:
-        return value
-    if isinstance(value, torch.Tensor):
-        wanted = torch.float64 if double and value.is_floating_point() else None
-        return value.to(device=parts.device, dtype=wanted)
-    if isinstance(value, dict):
-        return {key: placed(item, parts) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(placed(item, parts) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(placed(item, parts) for item in value)
-    return value.to(parts.device) if hasattr(value, "to") else value
+        return batch
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device=parts.device, dtype=torch.float64 if double and leaf.is_floating_point() else None)
+        return leaf.to(parts.device) if hasattr(leaf, "to") else leaf
+
+    return mapped(moved, batch)
 
 
 def _as_number(name: str, value: Any) -> float:

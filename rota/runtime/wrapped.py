@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils import _pytree as pytree
 
 from rota.errors import TaskError
+from rota.graph.batch import mapped, tensors_in
 from rota.runtime.executor import Parts, Weights, check_gradient, numbers_of, outputs_of, weights_of
 from rota.runtime.gang import Gang, talking
 from rota.strategies.wrapper import Wrapper
@@ -87,7 +87,7 @@ class Wrapped:
 
     def backward(self, batch: Any, *, number: int) -> dict[str, float]:
         """This process's share; the wrapper averages gradients over processes."""
-        share, samples, total = self._share(batch)
+        share, samples, total = share_of(batch, rank=self._gang.rank, size=self._gang.size)
         outputs = outputs_of(self._parts, self._run, share)
         loss = outputs["loss"]
         check_gradient(loss.requires_grad)
@@ -110,18 +110,6 @@ class Wrapped:
         module = self._parts.model if self._wrapper.kind == "ddp" else self._run
         with talking():
             return numbers_of(outputs_of(self._parts, module, batch))
-
-    def _share(self, batch: Any) -> tuple[Any, int, int]:
-        total = samples_of(batch)
-        size, rank = self._gang.size, self._gang.rank
-        if total < size:
-            raise TaskError(f"a batch of {total} samples cannot be shared by {size} devices; use fewer, or drop_last")
-        start, stop = total * rank // size, total * (rank + 1) // size
-
-        def cut(leaf: Any) -> Any:
-            return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-        return pytree.tree_map(cut, batch), stop - start, total
 
     def _mean(self, mine: dict[str, float], samples: int, total: int) -> dict[str, float]:
         weighted = torch.tensor([value * samples / total for value in mine.values()], dtype=torch.float64)
@@ -156,9 +144,22 @@ class Wrapped:
                 yield name, gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
+def share_of(batch: Any, *, rank: int, size: int) -> tuple[Any, int, int]:
+    """A process's share of a batch, how many samples it has, and how many the batch has."""
+    total = samples_of(batch)
+    if total < size:
+        raise TaskError(f"a batch of {total} samples cannot be shared by {size} devices; use fewer, or drop_last")
+    start, stop = total * rank // size, total * (rank + 1) // size
+
+    def cut(leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return mapped(cut, batch), stop - start, total
+
+
 def samples_of(batch: Any) -> int:
     """How many samples a batch has; TaskError if its tensors do not agree."""
-    sizes = {int(leaf.shape[0]) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    sizes = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim()}
     if len(sizes) != 1:
         raise TaskError("PyTorch's wrappers need batches whose tensors all have one row for each sample")
     return sizes.pop()

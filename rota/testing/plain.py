@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from rota.graph.batch import mapped
 from rota.task import Data, Task, is_map_style
 
 
@@ -118,13 +119,7 @@ def _outputs(task: Task, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _double(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: _double(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_double(value) for value in batch)
-    return batch
+    return mapped(lambda leaf: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch)
 
 
 def _number(value: Any) -> float:

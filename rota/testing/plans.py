@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rota.errors import CutError
-from rota.graph.batch import Leaf
+from rota.graph.batch import Leaf, Skeleton
 from rota.graph.graph import Graph, Op, Tensor
 from rota.graph.refine import Dim, Refined
 from rota.plan.box import Box, even_widths
@@ -122,12 +122,10 @@ def in_double(graph: Graph) -> Graph:
     )
 
 
-def _skeleton_in_double(skeleton: Any) -> Any:
+def _skeleton_in_double(skeleton: Skeleton) -> Skeleton:
     if isinstance(skeleton, Leaf):
         return replace(skeleton, dtype=_double_name(skeleton.dtype))
-    if isinstance(skeleton, tuple):
-        return tuple(_skeleton_in_double(one) for one in skeleton)
-    return skeleton
+    return replace(skeleton, parts=tuple(map(_skeleton_in_double, skeleton.parts)))
 
 
 def cuttable(plan: Plan, target: Op | Part, families: frozenset[int] | set[int] | None = None) -> list[Dim]:

@@ -15,6 +15,7 @@ from rota.testing import plain
 
 SWEEP = """
 import time
+from collections import UserDict
 import torch
 import torch.nn.functional as F
 import rota
@@ -33,7 +34,13 @@ class Slow(torch.utils.data.Dataset):
         return ROWS[index]
 
 
-def loss(model, rows):
+def collate(rows):
+    return UserDict(rows=torch.stack(list(rows)))
+
+
+def loss(model, batch):
+    assert type(batch) is UserDict
+    rows = batch["rows"]
     logits = model(rows[:, :-1])
     return {"loss": F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()), "scale": 2.5, "peak": logits.mean()}
 
@@ -65,7 +72,7 @@ def task(strategy, optimizer):
     return rota.Task(
         name=str(getattr(strategy, "__name__", strategy)).split("(")[0] + "-" + optimizer,
         model=lambda: GPT(vocabulary=32, context=16, width=32, depth=2, heads=2, dropout=0.0),
-        data=lambda: rota.Data(train=TRAIN, valid=ROWS[38:], batch_size=8),
+        data=lambda: rota.Data(train=TRAIN, valid=ROWS[38:], batch_size=8, collate=collate),
         loss=loss,
         optimizer=OPTIMIZERS[optimizer],
         lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=9),
