@@ -64,6 +64,11 @@ def asked_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Whether to measure before the run (the default); otherwise the longest tasks go first.",
         ),
         click.option(
+            "--strict/--no-strict",
+            default=None,
+            help="Refuse a sweep with a model that cannot be captured; otherwise that one runs on one device.",
+        ),
+        click.option(
             "--cluster",
             metavar="ray[=ADDRESS]",
             help="Run on a Ray cluster: at ADDRESS or RAY_ADDRESS, or one started here.",

@@ -21,7 +21,6 @@ from rota.report.format import duration
 from rota.report.live import profile_progress
 from rota.schedule.problem import Objective
 from rota.state.files import replacing, write_text
-from rota.sweep import Sweep
 
 if TYPE_CHECKING:
     from rota.execute.forecast import Forecast
@@ -62,8 +61,8 @@ def plan(
     cluster = local(devices=devices, memory=memory, kind=kind)
     preflight.check_memory(cluster)
     sweep = preflight.resolve(load_source(file).sweep, strategy=strategy)
-    widths = preflight.widths(sweep, cluster)
-    preflight.check(sweep, widths, cluster)
+    ready = preflight.ready(sweep, cluster)
+    sweep = ready.sweep
     with (
         tempfile.TemporaryDirectory(prefix="rota-plan-") as folder,
         closing(LocalBackend(cluster)) as backend,
@@ -74,17 +73,19 @@ def plan(
             cluster=cluster,
             backend=backend,
             folder=Path(folder),
-            widths=widths,
+            widths=ready.widths,
             objective=objective,
             deadlines={task.name: task.deadline_s for task in sweep if task.deadline_s is not None},
             progress=progress,
             seconds=seconds,
             thorough=True,
         )
-    _tell(sweep, cluster, found, html, as_json=as_json, title=Path(file.partition(":")[0]).stem)
+    _tell(ready, cluster, found, html, as_json=as_json, title=Path(file.partition(":")[0]).stem)
 
 
-def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *, as_json: bool, title: str) -> None:
+def _tell(
+    ready: preflight.Ready, cluster: Cluster, found: Forecast, html: Path | None, *, as_json: bool, title: str
+) -> None:
     from rota.report.forecast import Case, Listed, forecast_json, forecast_lines
 
     profile = found.profile
@@ -97,9 +98,9 @@ def _tell(sweep: Sweep, cluster: Cluster, found: Forecast, html: Path | None, *,
         problem=found.problem,
         estimates=profile.estimates,
         solved=found.solved,
-        notes=tuple(_notes(found)),
+        notes=(*(("note", text) for text in ready.notes), *_notes(found)),
     )
-    known = [task for task in sweep if task.name in profile.estimates]
+    known = [task for task in ready.sweep if task.name in profile.estimates]
     listed = [
         Listed(name=task.name, steps=profile.steps[task.name], alike=profile.classes[task.name]) for task in known
     ]

@@ -15,6 +15,8 @@ from rota.errors import InputError, StoreError, TooFewDevicesError, TooLittleMem
 from rota.execute.clusters import ray
 
 _PLACE = ("cluster", "devices", "memory", "kind")
+_FLAGS = {"profile": True, "strict": False}
+"""With what holds where nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +33,13 @@ class Asked:
     objective: str | None = None
     profile: bool | None = None
     retries: int | None = None
+    strict: bool | None = None
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Asked:
         """What `plain` gave; StoreError for anything else."""
-        kinds: dict[str, type | UnionType] = {"devices": int, "retries": int, "profile": bool, "memory": str | int}
+        kinds: dict[str, type | UnionType] = {"devices": int, "retries": int, "memory": str | int}
+        kinds |= dict.fromkeys(_FLAGS, bool)
         for name, value in plain.items():
             if name not in cls.__dataclass_fields__ or not isinstance(value, kinds.get(name, str)):
                 raise StoreError(f"the journal has an option {name} = {value!r} that cannot be understood")
@@ -59,8 +63,10 @@ class Asked:
     def words(self) -> str:
         """As options of the command line."""
         said = self.plain()
-        flags = "" if said.pop("profile", True) else " --no-profile"
-        return (" ".join(f"--{name} {shlex.quote(str(value))}" for name, value in said.items()) + flags).strip()
+        flags = {name: said.pop(name) for name in _FLAGS if name in said}
+        words = [f"--{name} {shlex.quote(str(value))}" for name, value in said.items()]
+        words += [f"--{name}" if value else f"--no-{name}" for name, value in flags.items() if value != _FLAGS[name]]
+        return " ".join(words)
 
     def place(self, *, said: Asked) -> tuple[Cluster, list[str]]:
         """The devices, and what is not as it was asked for.

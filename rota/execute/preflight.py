@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.cluster import Cluster
 from rota.cluster.device import LEAST_MARGIN_BYTES, too_little_to_run, too_little_to_spill
-from rota.errors import InputError, RotaError
+from rota.errors import CaptureError, InputError, RotaError
 from rota.profile.likeness import code_key
 from rota.sweep import Sweep
 from rota.task import Task
@@ -73,55 +73,102 @@ def _width(task: Task, total: int, shared: int) -> int:
     return shared if task.strategy == "auto" else total
 
 
-def check(
-    sweep: Sweep, allotted: dict[str, int], cluster: Cluster, *, notice: Callable[[str], None] = lambda text: None
-) -> None:
-    """Plan the first batch of each task whose strategy the user chose. InputError names the task that cannot run."""
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A sweep that can run."""
+
+    sweep: Sweep
+    """With the strategies that its tasks run by."""
+    widths: dict[str, int]
+    """How many devices each task gets."""
+    notes: tuple[str, ...]
+    """What does not run as it was asked for."""
+
+
+def ready(sweep: Sweep, cluster: Cluster, *, strict: bool = False) -> Ready:
+    """Plan the first batch of each task whose strategy the user chose. InputError names a task that cannot run.
+
+    A model that cannot be captured needs no strategy to run on one device: so it does, unless the user is `strict`.
+    """
     memory_bytes = min(device.memory_bytes for device in cluster.devices)
+    allotted = widths(sweep, cluster)
+    known: dict[str, str] = {}
+    tasks, notes = [], []
     for task in sweep:
-        if getattr(task.strategy, "spills", False) and memory_bytes <= LEAST_MARGIN_BYTES:
-            raise InputError(f"task {task.name!r} cannot run as {task.strategy}: {too_little_to_spill(memory_bytes)}")
-    if all(isinstance(task.strategy, str) or is_planned_by_workers(task.strategy) for task in sweep):
-        return
+        words, width = _words(task.strategy), allotted[task.name]
+        reason = ""
+        if spills(task.strategy) and memory_bytes <= LEAST_MARGIN_BYTES:
+            raise InputError(f"task {task.name!r} cannot run as {words}: {too_little_to_spill(memory_bytes)}")
+        if needs_graph(task.strategy) and (strict or not spills(task.strategy)):
+            key = code_key(task, width=width)
+            if key not in known:
+                known[key] = _uncaptured(task, width, memory_bytes)
+            reason = known[key]
+        if reason and strict:
+            raise InputError(
+                f"task {task.name!r} cannot run as {words}: {reason}; without --strict (strict=True) it runs on one "
+                "device"
+            )
+        if reason:
+            task = replace(task, strategy="single", devices=None)
+            allotted[task.name] = 1
+            notes.append(
+                f"{task.name}: {reason}; it runs on one device instead of as {words} (torch_ddp and torch_fsdp2 need "
+                "no capture, and --strict refuses the sweep)"
+            )
+        tasks.append(task)
+    return Ready(sweep=replace(sweep, tasks=tuple(tasks)), widths=allotted, notes=tuple(notes))
+
+
+def _uncaptured(task: Task, width: int, memory_bytes: int) -> str:
+    """Why the model cannot be captured; nothing if it can, and InputError if it cannot run for another reason."""
+    try:
+        if spills(task.strategy):
+            from rota.memory.look import check_captured
+
+            check_captured(task, memory_bytes=memory_bytes)
+        else:
+            _plan(task, width, memory_bytes)
+    except CaptureError as error:
+        return str(error)
+    except RotaError as error:
+        raise InputError(f"task {task.name!r} cannot run as {_words(task.strategy)}: {error}") from error
+    except Exception as error:  # the user's strategy
+        if type(task.strategy).__module__.startswith("rota."):
+            raise
+        raise InputError(
+            f"task {task.name!r}: the strategy {_words(task.strategy)} raised {type(error).__name__}: {error}"
+        ) from error
+    return ""
+
+
+def _plan(task: Task, width: int, memory_bytes: int) -> None:
+    """Make the plan of the first batch."""
     from rota.runtime import first_step
     from rota.runtime.planned import check_optimizer
 
-    known: set[str] = set()
-    for task in sweep:
-        if isinstance(task.strategy, str) or is_planned_by_workers(task.strategy):
-            continue
-        key = code_key(task, width=allotted[task.name])
-        if key in known:
-            continue
-        known.add(key)
-        notice(f"planning {task.name}")
-        try:
-            training, graph = first_step.first_step(task)
-            plan = task.strategy(graph, allotted[task.name])
-            if not hasattr(plan, "compile"):
-                raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
-            if plan.devices != allotted[task.name]:
-                raise InputError(f"its plan is for {plan.devices} devices, and the task has {allotted[task.name]}")
-            check_optimizer(training.optimizer, plan.compile(memory_bytes=memory_bytes), _words(task.strategy))
-        except RotaError as error:
-            raise InputError(f"task {task.name!r} cannot run as {_words(task.strategy)}: {error}") from error
-        except Exception as error:  # the user's strategy
-            if type(task.strategy).__module__.startswith("rota."):
-                raise
-            raise InputError(
-                f"task {task.name!r}: the strategy {_words(task.strategy)} raised {type(error).__name__}: {error}"
-            ) from error
+    training, graph = first_step.first_step(task)
+    plan = task.strategy(graph, width)
+    if not hasattr(plan, "compile"):
+        raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
+    if plan.devices != width:
+        raise InputError(f"its plan is for {plan.devices} devices, and the task has {width}")
+    check_optimizer(training.optimizer, plan.compile(memory_bytes=memory_bytes), _words(task.strategy))
 
 
 def _words(strategy: Any) -> str:
+    if isinstance(strategy, str):
+        return strategy
     from rota.strategies.base import describe
 
     return describe(strategy)
 
 
-def is_planned_by_workers(strategy: Any) -> bool:
-    """Whether nothing can be looked at beforehand.
+def needs_graph(strategy: Any) -> bool:
+    """Whether it is a strategy of the user's choice that makes a plan; PyTorch's own and techniques make none."""
+    return not isinstance(strategy, str) and not hasattr(strategy, "execute")
 
-    PyTorch's own and techniques make no plan, and what spills may be larger than the memory of this process, too.
-    """
-    return hasattr(strategy, "execute") or getattr(strategy, "spills", False)
+
+def spills(strategy: Any) -> bool:
+    """Whether its model may be larger than the memory of this process: workers look at it."""
+    return bool(getattr(strategy, "spills", False))

@@ -99,6 +99,11 @@ class RunOptions:
         """Whether tasks are measured and scheduled before they run; otherwise the longest go first."""
         return self.asked.profile is not False
 
+    @property
+    def strict(self) -> bool:
+        """Whether a task that cannot run as asked refuses the sweep, also where one device could train it."""
+        return self.asked.strict is True
+
 
 def run(
     sweep: Sweep,
@@ -112,21 +117,23 @@ def run(
     strategy: str | None = None,
     objective: Objective | None = None,
     profile: bool | None = None,
+    strict: bool | None = None,
     storage: str = "",
 ) -> Result:
     """Train every task of a sweep and return the result.
 
     `retries` is how often a task goes on after its worker died (2), `objective` what counts ("makespan"), `profile`
-    whether tasks are measured before they run (True). With `out` naming the folder of an earlier run of the same sweep,
-    that run goes on from its checkpoints, with what it had of what is not given now. Ctrl-C saves every task and raises
-    KeyboardInterrupt; the same call resumes.
+    whether tasks are measured before they run (True). A model that cannot be captured runs on one device where its
+    strategy needs a graph, and the others run as asked; `strict` refuses the sweep instead. With `out` naming the
+    folder of an earlier run of the same sweep, that run goes on from its checkpoints, with what it had of what is not
+    given now. Ctrl-C saves every task and raises KeyboardInterrupt; the same call resumes.
     """
     if not isinstance(sweep, Sweep):
         raise InputError(f"rota.run needs a rota.Sweep, not {type(sweep).__name__}; make one with rota.grid(...)")
     options = RunOptions(
         cluster=cluster,
         out=Path(out) if out is not None else None,
-        asked=Asked(strategy=strategy, objective=objective, profile=profile, retries=retries),
+        asked=Asked(strategy=strategy, objective=objective, profile=profile, retries=retries, strict=strict),
         progress=progress,
         retry_failed=retry_failed,
         allow_changes=allow_changes,
@@ -154,9 +161,9 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         if options.strategy is None:
             backend.warm_up(min(len(cluster.devices), len(available_cores()), 2))
         source = loaded or load()
-        source = replace(source, sweep=preflight.resolve(source.sweep, strategy=options.strategy))
-        widths = preflight.widths(source.sweep, cluster)
-        preflight.check(source.sweep, widths, cluster)
+        asked_for = preflight.resolve(source.sweep, strategy=options.strategy)
+        ready = preflight.ready(asked_for, cluster, strict=options.strict)
+        source = replace(source, sweep=ready.sweep)
         if options.storage:
             from rota.state import mirror
 
@@ -167,7 +174,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             stack.enter_context(folder.held())
         record = _begin_or_resume(folder, source, cluster, options, backend)
         if not all(task.state.ended for task in record.tasks.values()):
-            _carry_out(folder, source.sweep, record, cluster, backend, options, widths, notes)
+            _carry_out(folder, source.sweep, record, cluster, backend, options, ready.widths, [*notes, *ready.notes])
         _collect(folder, record)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)

@@ -90,9 +90,7 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.Expo
         with _quietly(), _refusing_own_gradients(), traceable_losses():
             return torch.export.export(step, (_inputs(batch),), strict=False)
     except Exception as error:  # whatever the model's code or torch.export raises
-        raise CaptureError(
-            f"the model cannot be captured: {_reason(error)}; rota can still train it on one device, as it is"
-        ) from error
+        raise CaptureError(f"the model cannot be captured: {_reason(error)}") from error
 
 
 def _inputs(batch: Any) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,9 +87,17 @@ def _measured(program: Program, *, threads: int, notice: Callable[[str], None]) 
     return calibrate([program], budget_s=_CALIBRATE_S, threads=threads, notice=notice)
 
 
+def check_captured(task: Task, *, memory_bytes: int) -> None:
+    """CaptureError for a task that cannot be captured."""
+    with _captured(task, memory_bytes=memory_bytes, notice=lambda text: None):
+        pass
+
+
 @contextlib.contextmanager
-def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> Iterator[_Opened]:
-    """The task as it begins, in no more memory than it would get."""
+def _captured(
+    task: Task, *, memory_bytes: int, notice: Callable[[str], None]
+) -> Iterator[tuple[Training, Any, Graph, Room]]:
+    """The task with its first batch and graph, in no more memory than it would get."""
     if memory_bytes <= margin_bytes(memory_bytes):
         raise InputError(too_little_to_spill(memory_bytes))
     import torch._dynamo  # code is nobody's memory; what optimizers import comes before the count
@@ -102,13 +111,22 @@ def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> 
             building.finish(training.model)
             with calling("reading the training data"):
                 batch, _ = training.cursor.next()
-            graph = graph_of(training.parts, batch)
-            check_spillable(training.parts, graph)
-            beside_bytes = room.taken_bytes() + margin_bytes(memory_bytes)
+            yield training, batch, graph_of(training.parts, batch), room
+        finally:
+            building.close()
+
+
+@contextlib.contextmanager
+def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> Iterator[_Opened]:
+    """The task as it begins, in no more memory than it would get."""
+    with _captured(task, memory_bytes=memory_bytes, notice=notice) as (training, batch, graph, room):
+        check_spillable(training.parts, graph)
+        beside_bytes = room.taken_bytes() + margin_bytes(memory_bytes)
+        try:
             yield _Opened(
                 graph=graph,
                 step=training_of(training.parts, graph, placed(batch, training.parts)),
-                rates=measured_rates(Path(folder)),
+                rates=measured_rates(room.folder),
                 budget_bytes=max(0, memory_bytes - beside_bytes),
                 total_steps=training.total_steps,
             )
@@ -120,5 +138,3 @@ def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> 
                 f"{task.name}: {str(error).split(', and')[0]}: the task needs a device with at least {needed}, and "
                 f"this one has {format_bytes(memory_bytes)}; give it more (--memory), or use a smaller batch"
             ) from error
-        finally:
-            building.close()

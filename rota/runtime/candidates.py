@@ -32,7 +32,8 @@ def captured(training: Training, batch: Any, notice: Notice) -> Graph | None:
     try:
         return graph_of(training.parts, batch)
     except CaptureError as error:
-        notice(f"auto: {error}; one device runs it (strategy='torch_ddp' would take more)")
+        own = describe(training.task.strategy)
+        notice(f"{own}: {error}; one device runs it (strategy='torch_ddp' would take more)")
         return None
 
 
@@ -74,6 +75,18 @@ def predicted(
         for one in [one for one in found.candidates if one.measured and one.fits][:_KEPT]
     ]
     return estimates + _of_users(graph, training, counts, memory_bytes, steps, strategies, ranked.costs, notice)
+
+
+def without_plan(training: Training, counts: Sequence[int], steps: Steps | None) -> list[Estimate]:
+    """A strategy that makes no plan, such as PyTorch's own: of it nothing is known but what one device takes."""
+    step_s = 1.0 if steps is None else steps.step_s
+    label = describe(training.task.strategy)
+    return [_estimate(training, label, count, step_s / count, 0, steps) for count in counts]
+
+
+def alone_in_gang(training: Training, counts: Sequence[int], steps: Steps) -> list[Estimate]:
+    """What cannot be captured runs on one of its devices, however many it gets."""
+    return [_estimate(training, "auto", count, steps.step_s, 0, steps) for count in counts]
 
 
 def spilled(
@@ -161,18 +174,15 @@ def _of_users(
     scale = _scale(training, steps, single()(graph, 1).compile().simulate(costs=costs).makespan_s)
     for name, strategy in strategies.items():
         for count in counts:
-            if hasattr(strategy, "execute"):  # PyTorch's own, of which nothing is known
-                step_s, peak = (steps.step_s if steps is not None else 1.0) / count, 0
-            else:
-                try:
-                    program = strategy(graph, count).compile()
-                    check_optimizer(training.optimizer, program, name)
-                except Exception as error:  # it is the user's
-                    notice(f"the strategy {name} is left out on {count} devices: {error}")
-                    continue
-                simulation = program.simulate(costs=costs)
-                step_s = simulation.makespan_s * scale
-                peak = max(a + 2 * b for a, b in zip(simulation.peak_bytes, simulation.stored_bytes, strict=True))
+            try:
+                program = strategy(graph, count).compile()
+                check_optimizer(training.optimizer, program, name)
+            except Exception as error:  # it is the user's
+                notice(f"the strategy {name} is left out on {count} devices: {error}")
+                continue
+            simulation = program.simulate(costs=costs)
+            step_s = simulation.makespan_s * scale
+            peak = max(a + 2 * b for a, b in zip(simulation.peak_bytes, simulation.stored_bytes, strict=True))
             if peak > memory_bytes:
                 notice(f"the strategy {name} needs more memory than {count} devices have")
                 continue

@@ -21,7 +21,7 @@ from rota.runtime.alone import Alone
 from rota.runtime.balancing import Tell, silent
 from rota.runtime.executor import Executor, Parts, loss_of, placed
 from rota.runtime.gang import Gang, talking
-from rota.runtime.one_device import alone_bytes, beside_bytes, spills
+from rota.runtime.one_device import alone_bytes, beside_bytes, check_can_stay, spills
 from rota.runtime.planned import Planned
 from rota.runtime.ranking import rank
 from rota.search.stages import microbatches_of, op_seconds, wants_measured_stages, with_stages
@@ -79,7 +79,12 @@ def choose(
     if spills(strategy):
         from rota.memory.spilling import Spilling
 
-        return Spilling(parts, batch, spill=strategy, gang=gang, notice=notice)
+        try:
+            return Spilling(parts, batch, spill=strategy, gang=gang, notice=notice)
+        except CaptureError as error:
+            check_can_stay(any(gang.everyone(has_left(parts))), error)
+            notice(f"{strategy}: {error}; one device runs it as plain PyTorch, without spilling")
+            return Alone(parts, gang=gang)
     if strategy != "auto":
         made = find(strategy) if isinstance(strategy, str) else strategy
         return planned(made, graph_of(parts, batch))

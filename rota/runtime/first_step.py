@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rota.errors import CaptureError
 from rota.graph.graph import Graph
 from rota.runtime.choose import graph_of
 from rota.runtime.training import Training
@@ -13,7 +14,10 @@ from rota.task import Task
 
 def first_graph(task: Task) -> Graph:
     """The graph of the task's first step."""
-    return first_step(task)[1]
+    try:
+        return first_step(task)[1]
+    except CaptureError as error:
+        raise CaptureError(f"{error}; rota can still train it on one device, as it is") from error
 
 
 def first_step(task: Task) -> tuple[Training, Graph]:

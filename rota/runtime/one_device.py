@@ -102,7 +102,12 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
     if spills(strategy):
         from rota.memory.spilling import Spilling
 
-        return Spilling(parts, batch, spill=strategy, notice=notice)
+        try:
+            return Spilling(parts, batch, spill=strategy, notice=notice)
+        except CaptureError as error:
+            check_can_stay(parts.room is not None and parts.room.building.away, error)
+            notice(f"{strategy}: {error}; it runs as plain PyTorch, without spilling")
+            return plainly(parts)
     if room is None or _surely_fits(parts.model, room):
         return plainly(parts)
     # All that can look at a model takes a second to load, which tasks that fit need not wait for.
@@ -111,10 +116,7 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
     try:
         graph = graph_of(parts, batch)
     except CaptureError as error:
-        if room.building.away:
-            raise TaskError(
-                f"the model does not fit into the memory of its device, and spill cannot run it: {error}"
-            ) from error
+        check_can_stay(room.building.away, error)
         return plainly(parts)
     if not room.building.away and alone_bytes(graph, parts) <= room.memory_bytes - room.taken_bytes():
         return plainly(parts)
@@ -122,6 +124,14 @@ def choose_alone(parts: Parts, batch: Any, *, notice: Callable[[str], None]) -> 
     from rota.strategies.spill import spill
 
     return Spilling(parts, batch, spill=spill(), graph=graph, notice=notice)
+
+
+def check_can_stay(away: bool, why: CaptureError) -> None:
+    """TaskError where a model that cannot be captured had to leave memory."""
+    if away:
+        raise TaskError(
+            f"the model does not fit into the memory of its device, and spill cannot run it: {why}"
+        ) from why
 
 
 def alone_bytes(graph: Graph, parts: Parts) -> int:

@@ -247,15 +247,16 @@ def _estimates(
     steps: Steps | None = None
     several = [count for count in counts if count > 1]
     alone_bytes = 0
-    spilling = spills(training.task.strategy)
+    strategy = training.task.strategy
+    planned, spilling = not hasattr(strategy, "execute"), spills(strategy)
     away = training.parts.room is not None and training.parts.room.building.away
-    if spilling or state_bytes(training.model) > TIGHT * memory_bytes:
+    if planned and (spilling or state_bytes(training.model) > TIGHT * memory_bytes):
         graph = _captured(training, batch, notice)
         if graph is not None:
             alone_bytes = needed_alone(graph, training.parts)
     if wishes.alone is not None:
         steps = Steps(step_s=wishes.alone.step_s, spread=wishes.alone.spread, start_s=wishes.alone.start_s)
-    elif alone_bytes <= memory_bytes and not away and not spilling:
+    elif alone_bytes <= memory_bytes and not away and not (spilling and graph is not None):
         try:
             steps = timed(training, begun_s=begun_s, watch=watch, alike=wishes.alike)
         except TaskError as error:
@@ -266,16 +267,22 @@ def _estimates(
             alone_bytes = memory_bytes + 1
             training.optimizer.zero_grad()
             training.optimizer.state.clear()
-            graph = _captured(training, batch, notice)
+            graph = _captured(training, batch, notice) if planned else None
     watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
     searched = single_s is None or wishes.search
-    if several and searched and not spilling:
-        graph = graph or _captured(training, batch, notice)
-        if graph is not None:
-            from rota.runtime import candidates
+    if several and not planned:
+        from rota.runtime import candidates
 
+        found += candidates.without_plan(training, several, steps)
+    elif several and searched and not spilling:
+        from rota.runtime import candidates
+
+        graph = graph or _captured(training, batch, notice)
+        if graph is None and steps is not None and 1 not in counts:
+            found += candidates.alone_in_gang(training, several, steps)
+        if graph is not None:
             alone_bytes = alone_bytes or needed_alone(graph, training.parts)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
             with lifted():  # what it takes to search is not what it takes to train

@@ -42,7 +42,7 @@ def begun(asked, **given):
     return record
 
 
-ALL = Asked(devices=2, memory="4GiB", strategy="spill", objective="completion", profile=False, retries=5)
+ALL = Asked(devices=2, memory="4GiB", strategy="spill", objective="completion", profile=False, retries=5, strict=True)
 
 
 def test_a_resume_has_what_the_run_had_and_says_so(machine):
@@ -50,16 +50,17 @@ def test_a_resume_has_what_the_run_had_and_says_so(machine):
     cluster, options, (note,) = _as_before(RunOptions(), begun(ALL))
     assert [(len(one.cores), one.memory_bytes) for one in cluster.devices] == [(2, 4 * GIB)] * 2
     assert (options.strategy, options.objective, options.profile, options.retries) == ("spill", "completion", False, 5)
-    assert "--devices 2 --memory 4GiB --strategy spill --objective completion --retries 5 --no-profile" in note
+    assert "--devices 2 --memory 4GiB --strategy spill --objective completion --retries 5 --no-profile --strict" in note
+    assert options.strict
 
 
 def test_what_is_said_at_a_resume_holds_from_then_on(machine):
     machine(cores=4)
     record = begun(ALL)
-    said = Asked(memory="1GiB", profile=True, strategy="single")
+    said = Asked(memory="1GiB", profile=True, strategy="single", strict=False)
     cluster, options, _ = _as_before(RunOptions(asked=said), record)
     assert [one.memory_bytes for one in cluster.devices] == [GIB] * 2
-    assert (options.strategy, options.profile, options.retries) == ("single", True, 5)
+    assert (options.strategy, options.profile, options.retries, options.strict) == ("single", True, 5, False)
     record.apply(RunResumed(asked=options.asked.plain()), 1.0)
     _, again, _ = _as_before(RunOptions(), record)
     assert again.asked == options.asked

@@ -45,10 +45,12 @@ def cluster_of(devices=2, memory_bytes=2**30):
 
 def checked(task, cluster=None, strategy=None):
     cluster = cluster or cluster_of()
-    sweep = preflight.resolve(rota.Sweep(tasks=[task]), strategy=strategy)
-    widths = preflight.widths(sweep, cluster)
-    preflight.check(sweep, widths, cluster)
-    return widths["one"]
+    return ready(task, cluster=cluster, strategy=strategy).widths["one"]
+
+
+def ready(*tasks, cluster=None, strategy=None, strict=False):
+    sweep = preflight.resolve(rota.Sweep(tasks=tasks), strategy=strategy)
+    return preflight.ready(sweep, cluster or cluster_of(), strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +236,59 @@ def test_tasks_that_differ_in_their_seed_are_planned_once(monkeypatch):
     monkeypatch.setattr(first_step, "first_step", lambda task: seen.append(task.name) or real(task))
     one = task_of(name="one", strategy="data")
     other = replace(one, name="other", seed=5)
-    sweep = preflight.resolve(rota.Sweep(tasks=[one, other]), strategy=None)
-    preflight.check(sweep, {"one": 2, "other": 2}, cluster_of())
+    ready(one, other)
     assert seen == ["one"]
+
+
+class Stubborn(torch.nn.Linear):
+    """Asks for a number in the middle, which no graph has."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+def stubborn(name, **changes):
+    fields = {
+        "model": lambda: Stubborn(4, 4),
+        "data": lambda: rota.Data(train=torch.rand(16, 4), batch_size=8),
+        "loss": lambda model, rows: model(rows).square().mean(),
+    }
+    return task_of(name=name, **(fields | changes))
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero(stage=3)", "pipeline", "data(2)"])
+def test_a_model_that_cannot_be_captured_runs_on_one_device_and_the_others_as_asked(strategy):
+    found = ready(stubborn("odd"), task_of(), stubborn("twin", seed=3), strategy=strategy)
+    assert found.widths == {"odd": 1, "one": 2, "twin": 1}
+    assert [task.strategy == "single" for task in found.sweep] == [True, False, True]
+    assert [note.split(":")[0] for note in found.notes] == ["odd", "twin"]
+    for words in ("it runs on one device", "instead of as", "cannot be captured", "torch_ddp", "--strict"):
+        assert words in found.notes[0]
+
+
+def test_a_task_that_says_itself_how_many_devices_it_gets_runs_on_one_if_it_cannot_be_captured():
+    found = ready(stubborn("odd", strategy=rota.strategies.data(2), devices=2))
+    assert found.widths == {"odd": 1}
+    assert found.sweep["odd"].devices is None
+
+
+def test_strict_refuses_a_model_that_cannot_be_captured(refused):
+    told = refused(ready, stubborn("odd"), task_of(), strategy="data", strict=True)
+    assert "task 'odd' cannot run as data: the model cannot be captured" in told
+
+
+def test_strict_refuses_also_what_workers_plan(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = refused(ready, stubborn("odd"), strategy="spill", strict=True)
+    assert "task 'odd' cannot run as spill: the model cannot be captured" in told
+    assert list(tmp_path.iterdir()) == []
+    assert ready(task_of(), strategy="spill", strict=True).notes == ()
+
+
+def test_what_makes_no_plan_needs_no_graph(monkeypatch):
+    found = ready(stubborn("odd"), stubborn("twin"), strategy="torch_ddp", strict=True)
+    assert (found.widths, found.notes) == ({"odd": 2, "twin": 2}, ())
 
 
 def test_the_strategy_is_part_of_what_a_run_tells_and_not_of_what_it_trains():
