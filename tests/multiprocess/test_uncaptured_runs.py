@@ -35,22 +35,23 @@ def task(name, kind, width):
     )
 
 
-sweep = rota.Sweep(tasks=[task("odd", Stubborn, 4), task("twin", Stubborn, 8), task("even", torch.nn.Linear, 4)])
+KINDS = {"odd": Stubborn, "twin": Stubborn, "even": torch.nn.Linear}
+sweep = rota.Sweep(tasks=[task(name, kind, 4 + len(name)) for name, kind in KINDS.items()])
 """
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("strategy", "devices", "more"), [("data", [1, 1, 2], ["--no-profile"]), ("torch_ddp", [2, 2, 2], [])]
+    ("strategy", "widths", "more"),
+    [("data", {"odd": 1, "twin": 1, "even": 2}, ["--no-profile"]), ("torch_ddp", {"odd": 2, "twin": 2}, [])],
 )
-def test_each_task_runs_as_asked_or_on_one_device(cli, sweep_file, tmp_path, strategy, devices, more):
-    file = sweep_file(text=SWEEP)
+def test_each_task_runs_as_asked_or_on_one_device(cli, sweep_file, tmp_path, strategy, widths, more):
+    file = sweep_file(text=SWEEP.replace("KINDS.items()", f"KINDS.items() if name in {list(widths)}"))
     done = cli.run("run", file, "--devices", "2", "--strategy", strategy, "--out", tmp_path / "run", "--json", *more)
     assert done.returncode == 0, done.stderr + done.stdout
     told = json.loads(done.stdout)
     events = [event for _, event in read_events(tmp_path / "run" / "journal.db")]
-    launched = {event.task: len(event.devices) for event in events if isinstance(event, Launched)}
-    assert [launched[name] for name in ("odd", "twin", "even")] == devices
+    assert {event.task: len(event.devices) for event in events if isinstance(event, Launched)} == widths
     for task, wanted in zip(told["tasks"], load_source(str(file)).sweep, strict=True):
         found, expected = load_file(task["model"]), plain.train(wanted).model.state_dict()
         for name, value in expected.items():
