@@ -14,17 +14,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rota.errors import TaskError
-from rota.graph.batch import mapped, tensors_in
 from rota.runtime.executor import Parts, Weights, check_gradient, numbers_of, outputs_of, weights_of
 from rota.runtime.gang import Gang, talking
+from rota.runtime.shares import makeup_of, share_of
 from rota.strategies.wrapper import Wrapper
 
 
 class Wrapped:
     """A model inside of PyTorch's wrapper. Each process computes its share of the samples.
 
-    The loss of the whole batch is taken as the mean of the shares' losses, weighted by their samples: right for a loss
-    that is a mean over samples, which is what these wrappers assume of every loss.
+    The loss of the whole batch is taken as the mean of the shares' losses, weighted by their samples, or as their sum:
+    the first batch says which, or that the loss is neither.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Wrapped:
         self._gang = gang
         self._wrapper = wrapper
         self._names = {id(p): name for name, p in parts.model.named_parameters()}
-        samples_of(batch)
+        self._makeup = makeup_of(parts, batch, gang=gang, strategy=str(wrapper), notice=notice)
         with talking():
             if wrapper.kind == "ddp":
                 self._run: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(
@@ -92,10 +92,11 @@ class Wrapped:
         loss = outputs["loss"]
         check_gradient(loss.requires_grad)
         # The wrapper divides by the number of processes; shares of a batch that does not divide differ in size.
-        weight = samples * self._gang.size / total / self._parts.task.accumulate
+        part = self._makeup.part("loss", samples, total)
+        weight = part * self._gang.size / self._parts.task.accumulate
         with talking():
             (loss * weight).backward()
-        return self._mean(numbers_of(outputs), samples, total)
+        return self._whole(numbers_of(outputs), samples, total)
 
     def update(self) -> None:
         """One step of the optimizer."""
@@ -111,8 +112,9 @@ class Wrapped:
         with talking():
             return numbers_of(outputs_of(self._parts, module, batch))
 
-    def _mean(self, mine: dict[str, float], samples: int, total: int) -> dict[str, float]:
-        weighted = torch.tensor([value * samples / total for value in mine.values()], dtype=torch.float64)
+    def _whole(self, mine: dict[str, float], samples: int, total: int) -> dict[str, float]:
+        parts = [value * self._makeup.part(name, samples, total) for name, value in mine.items()]
+        weighted = torch.tensor(parts, dtype=torch.float64)
         return dict(zip(mine, self._gang.sum(weighted).tolist(), strict=True))
 
     # ---- state ----
@@ -142,27 +144,6 @@ class Wrapped:
             if parameter.grad is not None and not (between_steps and id(parameter) in held):
                 gradient: Any = parameter.grad
                 yield name, gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-def share_of(batch: Any, *, rank: int, size: int) -> tuple[Any, int, int]:
-    """A process's share of a batch, how many samples it has, and how many the batch has."""
-    total = samples_of(batch)
-    if total < size:
-        raise TaskError(f"a batch of {total} samples cannot be shared by {size} devices; use fewer, or drop_last")
-    start, stop = total * rank // size, total * (rank + 1) // size
-
-    def cut(leaf: Any) -> Any:
-        return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-
-    return mapped(cut, batch), stop - start, total
-
-
-def samples_of(batch: Any) -> int:
-    """How many samples a batch has; TaskError if its tensors do not agree."""
-    sizes = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim()}
-    if len(sizes) != 1:
-        raise TaskError("PyTorch's wrappers need batches whose tensors all have one row for each sample")
-    return sizes.pop()
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import torch
 
 
 @contextlib.contextmanager
-def keeping_random_state() -> Iterator[None]:
-    """What is drawn meanwhile is not missed by the task."""
-    before = get_state(torch.device("cpu"))
+def keeping_random_state(device: torch.device | None = None) -> Iterator[None]:
+    """What is drawn meanwhile, on the CPU and on a device, is not missed by the task."""
+    device = device or torch.device("cpu")
+    before = get_state(device)
     try:
         yield
     finally:
-        set_state(before, torch.device("cpu"))
+        set_state(before, device)
 
 
 def seed_all(seed: int) -> None:

@@ -17,8 +17,8 @@ from rota.graph.run import run_graph
 from rota.plan.cache import shape_of
 from rota.profile.signature import signature_of
 from rota.runtime.executor import placed
+from rota.runtime.shares import share_of
 from rota.runtime.training import Training
-from rota.runtime.wrapped import share_of
 from rota.strategies import data
 from rota.task import Data, Task
 from rota.testing import plain

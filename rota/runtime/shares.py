@@ -1,0 +1,276 @@
+"""Whether what devices compute of their shares of a batch makes up what one device computes of all of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from rota.errors import TaskError
+from rota.graph.batch import mapped, tensors_in
+from rota.runtime.executor import Parts, check_gradient, numbers_of, outputs_of
+from rota.runtime.gang import Gang
+from rota.runtime.limits import has_room_for
+from rota.runtime.unrandom import Unrandom
+from rota.runtime.user_code import is_out_of_memory
+from rota.state.rng import keeping_random_state
+
+_SINGLE = torch.finfo(torch.float32).eps
+_IN_DOUBLES = 128 * _SINGLE
+"""So far apart may two sums be that are computed in doubles: some models compute parts in single precision anyway."""
+_IN_SINGLES = 8192 * _SINGLE
+"""The same in single precision, where each op of a deep model adds its rounding to that of those before it."""
+_SMALL = 0.01
+"""Of the norm of the whole gradient: a parameter whose gradient is smaller may be off as if it had this size."""
+_TINY = torch.finfo(torch.float64).tiny
+_COPIES = 3
+"""Of a model in doubles: its copy, and the gradients of a share and of the whole batch."""
+
+Notice = Callable[[str], None]
+
+
+def share_of(batch: Any, *, rank: int, size: int) -> tuple[Any, int, int]:
+    """A process's share of a batch, how many samples it has, and how many the batch has."""
+    total = samples_of(batch)
+    if total < size:
+        raise TaskError(f"a batch of {total} samples cannot be shared by {size} devices; use fewer, or drop_last")
+    start, stop = total * rank // size, total * (rank + 1) // size
+
+    def cut(leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return mapped(cut, batch), stop - start, total
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples a batch has; TaskError if its tensors do not agree."""
+    sizes = {int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        raise TaskError("PyTorch's wrappers need batches whose tensors all have one row for each sample")
+    return sizes.pop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Makeup:
+    """How the numbers of a whole batch are made of those of its shares."""
+
+    sums: frozenset[str] = frozenset()
+    """Metrics that are sums over samples; the others are means."""
+
+    def part(self, name: str, samples: int, total: int) -> float:
+        """By what a share's number counts."""
+        return 1.0 if name in self.sums else samples / total
+
+
+def makeup_of(parts: Parts, batch: Any, *, gang: Gang, strategy: str, notice: Notice) -> Makeup:
+    """Compare the first batch's loss, gradients and buffers, by shares and whole; every process comes to this.
+
+    It is done on copies of the model, in doubles where the model's code allows that. TaskError if the loss is neither a
+    mean nor a sum over samples; where that cannot be found out, a notice says so.
+    """
+    if gang.size == 1:
+        return Makeup()
+    share, samples, total = share_of(batch, rank=gang.rank, size=gang.size)
+    reason = ""
+    for look in _looks(parts):
+        own, whole, reason = _tried(look, share, batch if gang.leads else None)
+        reason = next(filter(None, gang.everyone(reason)), "")
+        if not reason:
+            assert own is not None
+            comparison = _Comparison(own, whole, samples / total, gang, strategy, look.tolerance)
+            return comparison.run(notice)
+    notice(
+        f"{strategy}: it was not checked whether the loss is a mean over samples ({reason}); if it is not, "
+        "results differ from those of one device"
+    )
+    return Makeup()
+
+
+# ---- looking at one share ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a step of some samples gives, without taking it."""
+
+    metrics: dict[str, float]
+    counts: frozenset[str]
+    """Metrics that are whole numbers."""
+    names: tuple[str, ...]
+    gradients: tuple[torch.Tensor, ...]
+    buffers: dict[str, torch.Tensor]
+    drew: bool
+
+
+class _UnlikeError(Exception):
+    """It cannot be compared, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    parts: Parts
+    doubles: bool
+    tolerance: float
+
+    def at(self, samples: Any) -> _Seen:
+        """A step on a copy of the model: parameters, gradients, buffers and whatever else it holds stay as they are."""
+        model = copy.deepcopy(self.parts.model)
+        parts = replace(self.parts, model=model)
+        if self.doubles:
+            model.double()
+            parts = replace(parts, task=replace(parts.task, precision="float64"))
+        model.zero_grad(set_to_none=True)
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        with keeping_random_state(parts.device), Unrandom() as mode:
+            outputs = outputs_of(parts, model, samples)
+            check_gradient(outputs["loss"].requires_grad)
+            found = torch.autograd.grad(outputs["loss"], [one for _, one in named], materialize_grads=True)
+        if mode.unknown:
+            raise _UnlikeError(f"it draws by {', '.join(sorted(mode.unknown))}, which differs from share to share")
+        return _Seen(
+            metrics=numbers_of(outputs),
+            counts=frozenset(name for name, value in outputs.items() if _is_whole(value)),
+            names=tuple(name for name, _ in named),
+            gradients=tuple(one.to_dense() if one.is_sparse else one for one in found),
+            buffers=dict(model.named_buffers()),
+            drew=mode.drew,
+        )
+
+
+def _looks(parts: Parts) -> Iterator[_Look]:
+    """In doubles first; where code insists on its own precision, in single precision, if that is what it is in."""
+    yield _Look(parts=parts, doubles=True, tolerance=_IN_DOUBLES)
+    kinds = {one.dtype for one in parts.model.parameters() if one.is_floating_point()}
+    if parts.task.precision == "float32" and kinds <= {torch.float32, torch.float64}:
+        yield _Look(parts=parts, doubles=False, tolerance=_IN_SINGLES)
+
+
+def _tried(look: _Look, share: Any, batch: Any) -> tuple[_Seen | None, _Seen | None, str]:
+    """What is seen of a share, and of the whole batch if one is given, or why nothing is."""
+    needed_bytes = _COPIES * sum(8 * one.numel() for one in look.parts.model.parameters())
+    if look.parts.device.type == "cpu" and not has_room_for(needed_bytes):
+        return None, None, "there is no room for a copy of the model and its gradients"
+    try:
+        return look.at(share), None if batch is None else look.at(batch), ""
+    except _UnlikeError as error:
+        return None, None, str(error)
+    except Exception as error:  # of the user's code, which may not run on a copy, in doubles or on so many samples
+        if is_out_of_memory(error):
+            return None, None, "the whole batch does not fit on one device"
+        return None, None, f"a copy of the model raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() and not value.is_complex()
+    return isinstance(value, int)
+
+
+# ---- comparing ----
+
+
+class _Comparison:
+    """Of one share in each process and the whole batch in the leader."""
+
+    def __init__(
+        self, own: _Seen, whole: _Seen | None, part: float, gang: Gang, strategy: str, tolerance: float
+    ) -> None:
+        self._own = own
+        self._whole = whole
+        self._part = part
+        self._gang = gang
+        self._strategy = strategy
+        self._tolerance = tolerance
+
+    def run(self, notice: Notice) -> Makeup:
+        """How the whole is made up; TaskError if it is in no way that is known."""
+        gang = self._gang
+        whole = gang.told(None if self._whole is None else self._whole.metrics)
+        shares = gang.everyone(self._own.metrics)
+        counts = gang.everyone(sorted(self._own.counts))[0]
+        each = gang.everyone(self._part)
+        if not all(map(math.isfinite, [whole["loss"], *(one["loss"] for one in shares)])):
+            return Makeup()  # it is told where it is met
+        ways = {name: self._ways(name, value, shares, each) for name, value in whole.items()}
+        if not ways["loss"]:
+            mean = sum(part * one["loss"] for part, one in zip(each, shares, strict=True))
+            self._refuse(f"the loss of all samples is {whole['loss']:.6g}, and the mean of its shares' is {mean:.6g}")
+        problems = [self._gradients_problem(self._part if way == "mean" else 1.0) for way in ways["loss"]]
+        if all(problems):
+            self._refuse(problems[0])
+        sums = {name for name, found in ways.items() if found == ["sum"] or (len(found) == 2 and name in counts)}
+        sums -= {"loss"}
+        if ways["loss"][problems.index("")] == "sum":
+            sums.add("loss")
+        if problem := self._buffers_problem():
+            self._refuse(problem)
+        for name, found in ways.items():
+            if not found:
+                notice(
+                    f"{self._strategy}: the metric {name!r} is neither a mean nor a sum over samples; what is shown "
+                    "is the mean of what the devices found for their shares"
+                )
+        if self._own.drew:
+            notice(
+                f"{self._strategy}: each device draws random numbers (dropout) for its own share, so that results "
+                "are not those of one device"
+            )
+        return Makeup(sums=frozenset(sums))
+
+    def _ways(self, name: str, whole: float, shares: list[dict[str, float]], each: list[float]) -> list[str]:
+        """In which ways a number may be made up of those of the shares; both, if they are all zero."""
+        values = [one.get(name, math.nan) for one in shares]
+        found = []
+        for way, parts in (("mean", each), ("sum", [1.0] * len(each))):
+            made = [part * value for part, value in zip(parts, values, strict=True)]
+            if abs(sum(made) - whole) <= self._tolerance * sum(map(abs, made)):
+                found.append(way)
+        return found
+
+    def _gradients_problem(self, part: float) -> str:
+        """Which parameter's gradient is not that of the whole batch, if the shares count so much."""
+        whole = self._whole
+        norm = 0.0 if whole is None else math.hypot(*map(_norm, whole.gradients))
+        worst, told = 1.0, ""
+        for i, name in enumerate(self._own.names):
+            made = self._gang.sum(part * self._own.gradients[i])
+            if whole is None:
+                continue
+            wanted = whole.gradients[i].to(made)
+            off = _norm(made - wanted) / max(_norm(wanted), _SMALL * norm, _TINY)
+            if off > worst * self._tolerance:
+                worst, told = off / self._tolerance, f"the gradient of {name} differs by {off:.2g} of its size"
+        return str(self._gang.told(told))
+
+    def _buffers_problem(self) -> str:
+        """Which buffer is another one after the leader's share than after the whole batch."""
+        told = ""
+        for name, wanted in {} if self._whole is None else self._whole.buffers.items():
+            made = self._own.buffers.get(name)
+            if made is None or not _near(made, wanted, self._tolerance):
+                told = f"the buffer {name} is another one after the first share than after all samples"
+        return str(self._gang.told(told))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TaskError(
+            f"{self._strategy} takes the loss for a mean or a sum over samples, and this one is neither: on the first "
+            f"batch {what}; use a strategy that sees the whole batch (single, or data if the model can be captured), "
+            "or write a loss and a model that treat samples one by one"
+        )
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() and not one.is_complex():
+        return torch.equal(one, other)
+    same = torch.isclose(one, other, rtol=tolerance, atol=tolerance * _norm(other) * _SMALL, equal_nan=True)
+    return bool(same.all())
