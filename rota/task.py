@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 import re
@@ -54,6 +56,13 @@ class Data:
         for name in ("batch_size", "valid_batch_size"):
             if getattr(self, name) is not None:
                 _set_count(self, name, where)
+        for name, size in (("train", self.batch_size), ("valid", self.valid_batch_size or self.batch_size)):
+            _check_indexed(where, name, getattr(self, name))
+            if size is not None and _makes_batches(getattr(self, name)):
+                raise InputError(
+                    f"{where}: {name} is a DataLoader, which makes batches itself, and batch_size would make batches "
+                    f"of batches; give its dataset, as in {name}=loader.dataset"
+                )
         if self.batch_size is None and is_map_style(self.train):
             raise InputError(f"{where}: batch_size is missing; give the number of samples in a batch")
         if self.valid is not None and is_map_style(self.valid) and not (self.valid_batch_size or self.batch_size):
@@ -130,8 +139,11 @@ class Task:
                     f"{where}: {name} must be a function, not {type(getattr(self, name)).__name__}; "
                     f"write {name}=lambda ...: ..."
                 )
+        _check_makers(self, where)
         if self.lr_schedule is not None and not callable(self.lr_schedule):
             raise InputError(f"{where}: lr_schedule must be a function of the optimizer")
+        for name, parameters in _CALLED_WITH.items():
+            _check_call(where, name, getattr(self, name), parameters)
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps is not None else "neither is given"
             raise InputError(f"{where}: give either steps or epochs; {given}")
@@ -157,6 +169,62 @@ class Task:
             raise InputError(f"{where}: precision {self.precision!r} is unknown; it can be {', '.join(PRECISIONS)}")
 
 
+def _check_makers(task: Task, where: str) -> None:
+    """InputError for what can be called, and is not the function that makes something, or that computes the loss."""
+    if _descends(type(task.model), "torch.nn", "Module"):
+        raise InputError(
+            f"{where}: model is a {type(task.model).__name__} and not a function that makes one; write "
+            "model=lambda: ... with the code that makes it, because each attempt makes its own"
+        )
+    made = task.optimizer.func if isinstance(task.optimizer, functools.partial) else task.optimizer
+    if isinstance(made, type) and made.__module__.startswith("torch.optim"):
+        raise InputError(
+            f"{where}: optimizer is called with the model, and {made.__name__} takes parameters; write "
+            f"optimizer=lambda model: torch.optim.{made.__name__}(model.parameters(), ...)"
+        )
+    loss = task.loss if isinstance(task.loss, type) or inspect.isroutine(task.loss) else type(task.loss)
+    if getattr(loss, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
+        raise InputError(
+            f"{where}: loss is called with the model and a batch, and {loss.__name__} takes predictions and targets; "
+            "write loss=lambda model, batch: ... that calls both"
+        )
+
+
+_CALLED_WITH = {
+    "model": (),
+    "data": (),
+    "optimizer": ("model",),
+    "lr_schedule": ("optimizer",),
+    "loss": ("model", "batch"),
+}
+
+
+def _check_call(where: str, name: str, function: Any, parameters: tuple[str, ...]) -> None:
+    """InputError for a Python function, or a class with a constructor in Python, that takes something else."""
+    called = function.func if isinstance(function, functools.partial) else function
+    if isinstance(called, type):
+        known = inspect.isfunction(getattr(called, "__init__", None)) and type(called).__call__ is type.__call__
+    else:
+        known = inspect.isfunction(called) or inspect.ismethod(called)
+    if not known:
+        return
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*parameters)
+    except TypeError as error:
+        given = " and ".join(f"the {one}" for one in parameters) or "nothing"
+        raise InputError(
+            f"{where}: {name} is called with {given}, and {called.__qualname__} does not take that ({error}); "
+            f"write {name}=lambda{' ' * bool(parameters)}{', '.join(parameters)}: ..."
+        ) from error
+    except ValueError:  # it has no signature that can be read
+        return
+
+
+def _descends(kind: type, module: str, name: str) -> bool:
+    """Whether a class is, or comes from, one of PyTorch, which is not imported here."""
+    return any(base.__name__ == name and base.__module__.startswith(module) for base in kind.__mro__)
+
+
 def is_safe_name(name: Any) -> bool:
     """Whether a name can be that of a folder, everywhere."""
     return isinstance(name, str) and _SAFE_NAME.fullmatch(name) is not None
@@ -168,6 +236,21 @@ def is_map_style(dataset: Any) -> bool:
     # torch's IterableDataset inherits an index that only raises.
     is_stream = any(base.__name__ == "IterableDataset" for base in kind.__mro__)
     return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_stream
+
+
+def _makes_batches(dataset: Any) -> bool:
+    is_loader = _descends(type(dataset), "torch.utils.data", "DataLoader")
+    return is_loader and getattr(dataset, "batch_sampler", None) is not None
+
+
+def _check_indexed(where: str, name: str, dataset: Any) -> None:
+    """InputError for what has an index, but not that of a dataset."""
+    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
+        raise InputError(
+            f"{where}: {name} is a {type(dataset).__name__} with {', '.join(map(repr, list(dataset)[:3]))}, and a "
+            "dataset has samples 0, 1, 2, ...; give one of its splits, or samples made of its columns "
+            "(torch.utils.data.TensorDataset)"
+        )
 
 
 def _check_dataset(where: str, name: str, dataset: Any) -> None:

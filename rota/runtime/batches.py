@@ -53,7 +53,7 @@ def validation_batches(data: Data) -> Iterator[Batch]:
         assert size is not None
         for first in range(0, len(data.valid), size):
             indices = list(range(first, min(first + size, len(data.valid))))
-            yield collate(_fetch(data.valid, indices)), len(indices)
+            yield _collated(collate, _fetch(data.valid, indices)), len(indices)
     else:
         yield from _batched(iter(data.valid), size, collate)
 
@@ -83,7 +83,7 @@ class MapCursor:
             self._order = self._draw()
         first = self._batch * self._size
         indices = self._order[first : first + self._size]
-        batch = self._collate(_fetch(self._data.train, indices))
+        batch = _collated(self._collate, _fetch(self._data.train, indices))
         self._batch += 1
         return batch, len(indices)
 
@@ -216,4 +216,11 @@ def _batched(iterator: Iterator[Any], size: int | None, collate: Callable[[list[
                 break
         if not samples:
             return
-        yield collate(samples), len(samples)
+        yield _collated(collate, samples), len(samples)
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    batch = collate(samples)
+    if batch is None:
+        raise InputError(f"collate returned None for {len(samples)} samples; end it with a return of the batch")
+    return batch

@@ -19,7 +19,7 @@ from rota.plan.simulate import Simulation, simulate
 from rota.profile.estimate import WORTH_S
 from rota.runtime.alone import Alone
 from rota.runtime.balancing import Tell, silent
-from rota.runtime.executor import Executor, Parts, loss_of, placed
+from rota.runtime.executor import Executor, Parts, loss_of, outputs_in, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.one_device import alone_bytes, beside_bytes, check_can_stay, spills
 from rota.runtime.planned import Planned
@@ -162,7 +162,7 @@ def graph_of(parts: Parts, batch: Any) -> Graph:
     """The task's model and loss as a graph; a model that waits on the host of its device is captured there."""
     where = next((parameter.device for parameter in parts.model.parameters()), parts.device)
     batch = placed(batch, replace(parts, device=where))
-    graph = capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, where.type))
+    graph = capture(parts.model, batch, lambda model, one: outputs_in(loss_of(parts.task, model, one, where.type)))
     return anywhere(graph) if parts.device.type == "cuda" else graph
 
 

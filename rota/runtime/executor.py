@@ -156,6 +156,7 @@ class Eager:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._updated = False
 
     def zero_grad(self) -> None:
         """As the user's own loop would."""
@@ -165,7 +166,7 @@ class Eager:
         """Forward and backward by autograd."""
         outputs = outputs_of(self._parts, self._parts.model, batch)
         loss = outputs["loss"]
-        check_gradient(loss.requires_grad)
+        check_loss(loss)
         accumulate = self._parts.task.accumulate
         (loss / accumulate if accumulate > 1 else loss).backward()
         # Numbers last: on a GPU, asking for one waits for everything before it.
@@ -173,6 +174,9 @@ class Eager:
 
     def update(self) -> None:
         """One step of the optimizer."""
+        if not self._updated:
+            check_trained(self._parts.optimizer)
+            self._updated = True
         clip_norm = self._parts.task.clip_norm
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parts.model.parameters(), clip_norm)
@@ -206,12 +210,29 @@ def weights_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, betw
     )
 
 
+def check_loss(loss: torch.Tensor) -> None:
+    """TaskError if nothing can be trained by a loss."""
+    if not loss.is_floating_point():
+        kind = str(loss.dtype).removeprefix("torch.")
+        raise TaskError(f"the loss is of {kind}, which has no gradient; compute it in real numbers, such as float32")
+    check_gradient(loss.requires_grad)
+
+
 def check_gradient(has_gradient: bool) -> None:
     """TaskError if there is nothing to train."""
     if not has_gradient:
         raise TaskError(
             "the loss has no gradient: it does not depend on a parameter that requires one; "
             "compute it from the model's output, with at least one parameter not frozen"
+        )
+
+
+def check_trained(optimizer: torch.optim.Optimizer) -> None:
+    """TaskError if a first step would change nothing."""
+    if all(one.grad is None for group in optimizer.param_groups for one in group["params"]):
+        raise TaskError(
+            "the loss gave no gradient to any parameter of the optimizer, so that nothing is trained; compute it with "
+            "the model that the loss function is given, and give the optimizer the parameters that it depends on"
         )
 
 
@@ -225,17 +246,47 @@ def loss_of(task: Task, model: torch.nn.Module, batch: Any, device_type: str) ->
 
 def outputs_of(parts: Parts, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     """What the loss function gives, with a scalar tensor as "loss"."""
-    result = loss_of(parts.task, model, placed(batch, parts), parts.device.type)
+    return outputs_in(loss_of(parts.task, model, placed(batch, parts), parts.device.type))
+
+
+_LABELS = "if the model computes it, give the model labels"
+
+
+def outputs_in(result: Any) -> dict[str, Any]:
+    """What a loss function returned, with a scalar tensor as "loss"; TaskError says what it is instead."""
     outputs = result if isinstance(result, dict) else {"loss": result}
+    if type(result) is not dict and hasattr(result, "loss"):  # what models of transformers return, and the like
+        kind = type(result).__name__
+        if result.loss is None:
+            raise TaskError(f"the loss function returned a {kind} whose loss is None; {_LABELS}, and return its .loss")
+        if not isinstance(result, dict) or not all(map(_is_scalar, result.values())):
+            raise TaskError(f"the loss function returned a {kind}, which is a model's output; return its .loss")
     loss = outputs.get("loss")
     if not isinstance(loss, torch.Tensor):
         found = f"a {type(loss).__name__}" if "loss" in outputs else "a dict without it"
-        raise TaskError(f"the loss function must return a scalar tensor, or a dict with one as 'loss', not {found}")
+        raise TaskError(
+            f"the loss function must return a scalar tensor, or a dict with one as 'loss', not {found}{_remedy(loss)}"
+        )
     if loss.numel() != 1:
         raise TaskError(
             f"the loss must be a scalar, and has shape {tuple(loss.shape)}; end the loss function with .mean()"
         )
     return outputs
+
+
+def _remedy(loss: Any) -> str:
+    """What to do where something else than a tensor stands for the loss."""
+    if loss is None:
+        return f"; return the loss, and {_LABELS}"
+    if isinstance(loss, tuple | list):
+        return "; return the loss alone, or a dict that also has what else is to be reported"
+    if isinstance(loss, int | float):
+        return "; return the tensor itself, for .item() and float() drop its gradient"
+    return ""
+
+
+def _is_scalar(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
 def numbers_of(outputs: Mapping[str, Any]) -> dict[str, float]:
@@ -274,7 +325,10 @@ def placed(batch: Any, parts: Parts) -> Any:
 def _as_number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise TaskError(f"the metric {name!r} must be a scalar, and has shape {tuple(value.shape)}")
+            raise TaskError(
+                f"the metric {name!r} must be a scalar, and has shape {tuple(value.shape)}; leave it out of the dict "
+                "that the loss function returns, or reduce it, as by .mean()"
+            )
         return float(value.item())
     if isinstance(value, int | float):
         return float(value)

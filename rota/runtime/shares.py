@@ -12,7 +12,7 @@ import torch
 
 from rota.errors import TaskError
 from rota.graph.batch import mapped, tensors_in
-from rota.runtime.executor import Parts, check_gradient, numbers_of, outputs_of
+from rota.runtime.executor import Parts, check_loss, numbers_of, outputs_of
 from rota.runtime.gang import Gang
 from rota.runtime.limits import has_room_for
 from rota.runtime.unrandom import Unrandom
@@ -127,7 +127,7 @@ class _Look:
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         with keeping_random_state(parts.device), Unrandom() as mode:
             outputs = outputs_of(parts, model, samples)
-            check_gradient(outputs["loss"].requires_grad)
+            check_loss(outputs["loss"])
             found = torch.autograd.grad(outputs["loss"], [one for _, one in named], materialize_grads=True)
         if mode.unknown:
             raise _UnlikeError(f"it draws by {', '.join(sorted(mode.unknown))}, which differs from share to share")

@@ -15,7 +15,7 @@ from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, chec
 from rota.runtime.one_device import is_elsewhere, plainly, waits_on_host
 from rota.runtime.user_code import calling
 from rota.state import rng
-from rota.task import Data, Task
+from rota.task import Data, Task, is_map_style
 
 Watch = Callable[[str], AbstractContextManager[None]]
 """Told what is about to be called, so that a hang can be named."""
@@ -48,6 +48,7 @@ class Training:
         self._building = contextlib.nullcontext() if room is None else room.building
         with self._building:
             self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
+            _check_model(self.model)
             with calling("moving the model to its device"):
                 if task.precision == "float64" and room is not None:
                     room.building.convert(self.model, torch.float64)
@@ -63,6 +64,7 @@ class Training:
             self.optimizer: torch.optim.Optimizer = _made_by(
                 "the optimizer factory", watch, lambda: task.optimizer(self.model), torch.optim.Optimizer
             )
+            _check_parameters(self.model, self.optimizer)
         self.lr_schedule: Any = None
         if task.lr_schedule is not None:
             make_schedule = task.lr_schedule
@@ -72,6 +74,11 @@ class Training:
                 lambda: make_schedule(self.optimizer),
                 torch.optim.lr_scheduler.LRScheduler,
             )
+            if getattr(self.lr_schedule, "optimizer", self.optimizer) is not self.optimizer:
+                raise TaskError(
+                    "the lr_schedule factory returned a schedule of another optimizer, which changes no learning rate "
+                    "of this one; make it of the optimizer that it is called with"
+                )
         self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device, room=room)
         self._choose: Choose = choose or (lambda parts, batch: plainly(parts))
         self._in_any = in_any
@@ -266,11 +273,48 @@ class Training:
         rng.set_state(state["rng"], self.device)
 
 
+def _check_model(model: torch.nn.Module) -> None:
+    """TaskError for parameters without values."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise TaskError(
+                f"the model factory returned a model whose {name} has no shape yet; call the model once in the "
+                "factory, or give its layers their input sizes"
+            )
+        if parameter.is_meta:
+            raise TaskError(
+                f"the model factory returned a model whose {name} is on the meta device and has no values; make it on "
+                "the CPU"
+            )
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """TaskError for an optimizer that trains what is not the model: rota neither saves that nor moves it."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not held:
+        raise TaskError(
+            "the optimizer factory returned an optimizer without parameters; give it those of the model that it is "
+            "called with"
+        )
+    strange = sum(id(parameter) not in own for parameter in held)
+    if strange:
+        share = "all" if strange == len(held) else f"{strange} of {len(held)}"
+        raise TaskError(
+            f"the optimizer factory returned an optimizer of which {share} parameters are not the model's; make it of "
+            "those of the model that it is called with, and put what else is to be trained into the model"
+        )
+
+
 def _made_by(what: str, watch: Watch, factory: Callable[[], Any], expected: type) -> Any:
     with watch(what), calling(what):
         made = factory()
     if not isinstance(made, expected):
-        raise TaskError(f"{what} returned {type(made).__name__}; it must return a {expected.__name__}")
+        is_dataset = (
+            expected is Data and (is_map_style(made) or hasattr(made, "__iter__")) and not isinstance(made, str)
+        )
+        remedy = ", as in rota.Data(train=dataset, batch_size=...)" if is_dataset else ""
+        raise TaskError(f"{what} returned {type(made).__name__}; it must return a {expected.__name__}{remedy}")
     return made
 
 

@@ -12,6 +12,7 @@ import torch
 from rota.errors import CheckpointError, DivergedError, InputError, PeerError, TaskError
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LONGEST = 400
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "cannot allocate memory")
 
 
@@ -33,8 +34,13 @@ def calling(what: str) -> Iterator[None]:
                 f"{what} ran out of memory{place}; use a smaller model or batch, or a device with more memory",
                 traceback=text,
             ) from error
-        message = " ".join(str(error).split())
+        message = _shortened(" ".join(str(error).split()))
         raise TaskError(f"{what} raised {type(error).__name__}: {message}{place}", traceback=text) from error
+
+
+def _shortened(message: str) -> str:
+    """Some errors quote a whole model; all of it is in the traceback."""
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
 
 
 def is_out_of_memory(error: BaseException) -> bool:

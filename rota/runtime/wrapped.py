@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rota.errors import TaskError
-from rota.runtime.executor import Parts, Weights, check_gradient, numbers_of, outputs_of, weights_of
+from rota.runtime.executor import Parts, Weights, check_loss, numbers_of, outputs_of, weights_of
 from rota.runtime.gang import Gang, talking
 from rota.runtime.shares import makeup_of, share_of
 from rota.strategies.wrapper import Wrapper
@@ -90,7 +90,7 @@ class Wrapped:
         share, samples, total = share_of(batch, rank=self._gang.rank, size=self._gang.size)
         outputs = outputs_of(self._parts, self._run, share)
         loss = outputs["loss"]
-        check_gradient(loss.requires_grad)
+        check_loss(loss)
         # The wrapper divides by the number of processes; shares of a batch that does not divide differ in size.
         part = self._makeup.part("loss", samples, total)
         weight = part * self._gang.size / self._parts.task.accumulate

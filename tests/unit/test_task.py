@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -145,6 +146,60 @@ def test_a_factory_must_be_a_function(field, value, make_task, refused):
     assert f"{field}=lambda" in sentence
 
 
+def test_a_module_is_no_factory(make_task, refused):
+    sentence = refused(make_task, "gpt", model=torch.nn.Linear(2, 2))
+    assert "task 'gpt': model is a Linear and not a function that makes one; write model=lambda" in sentence
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.AdamW, lr=0.1)])
+def test_an_optimizer_of_parameters_is_no_function_of_the_model(optimizer, make_task, refused):
+    sentence = refused(make_task, optimizer=optimizer)
+    assert "AdamW takes parameters; write optimizer=lambda model: torch.optim.AdamW(model.parameters()" in sentence
+
+
+@pytest.mark.parametrize("loss", [torch.nn.functional.mse_loss, torch.nn.MSELoss(), torch.nn.MSELoss])
+def test_a_loss_of_predictions_is_no_function_of_the_model(loss, make_task, refused):
+    assert "takes predictions and targets; write loss=lambda model, batch" in refused(make_task, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("field", "function", "words"),
+    [
+        ("model", torch.nn.Linear, "model is called with nothing, and Linear does not take that"),
+        ("model", lambda width: None, "missing a required argument: 'width'); write model=lambda: ..."),
+        ("data", lambda seed: None, "data is called with nothing"),
+        ("optimizer", lambda: None, "optimizer is called with the model"),
+        ("lr_schedule", torch.optim.lr_scheduler.StepLR, "lr_schedule is called with the optimizer, and StepLR"),
+        ("loss", lambda model, x, y: None, "loss is called with the model and the batch"),
+        ("loss", functools.partial(lambda model, batch: None, 1), "write loss=lambda model, batch: ..."),
+    ],
+)
+def test_a_function_that_takes_something_else_is_refused(field, function, words, make_task, refused):
+    assert words in refused(make_task, **{field: function})
+
+
+class Callable:
+    def __call__(self, model, batch):
+        return None
+
+    def method(self, model, batch, scale=1):
+        return None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Callable(),
+        Callable().method,
+        lambda *arguments: None,
+        functools.partial(lambda scale, model, batch: None, 2),
+        functools.partial(lambda model, batch, scale: None, scale=2),
+    ],
+)
+def test_whatever_takes_what_it_is_given_is_a_function(loss, make_task):
+    assert make_task(loss=loss).loss is loss
+
+
 def test_a_class_is_a_factory_too(make_task):
     assert make_task(model=torch.nn.Identity).model is torch.nn.Identity
 
@@ -238,6 +293,26 @@ def test_what_is_neither_a_dataset_nor_an_iterable_is_refused(value, refused):
     assert type(value).__name__ in sentence
     sentence = refused(Data, train=[1], valid=5, batch_size=1)
     assert "valid must be a dataset" in sentence
+
+
+@pytest.mark.parametrize("field", ["train", "valid"])
+def test_a_loader_is_no_dataset_where_batches_are_made_of_it(field, refused):
+    fields = {"train": [1, 2], "batch_size": 1} | {field: DataLoader([1, 2], batch_size=2)}
+    sentence = refused(Data, **fields)
+    assert f"{field} is a DataLoader, which makes batches itself" in sentence
+    assert f"{field}=loader.dataset" in sentence
+    assert Data(train=DataLoader([1, 2], batch_size=2)).batch_size is None
+    assert Data(**(fields | {field: DataLoader([1, 2], batch_size=None)})).batch_size == 1
+
+
+@pytest.mark.parametrize("field", ["train", "valid"])
+def test_columns_by_name_are_no_dataset(field, refused):
+    sentence = refused(Data, **({"train": [1, 2], "batch_size": 1} | {field: {"x": torch.zeros(3)}}))
+    assert f"{field} is a dict with 'x', and a dataset has samples 0, 1, 2" in sentence
+
+
+def test_a_dict_of_samples_by_number_is_a_dataset():
+    assert len(Data(train={0: 1, 1: 2}, batch_size=1).train) == 2
 
 
 def test_a_collate_that_is_not_a_function_is_refused(refused):

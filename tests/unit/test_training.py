@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -199,25 +200,126 @@ def test_epochs_of_an_iterable_with_a_length_are_counted():
     assert training_of(epochs=2, data=lambda: Data(train=DataLoader(X, batch_size=5))).total_steps == 6
 
 
+# ---- what the factories return must go together ----
+
+OTHER = nn.Linear(4, 2)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (lambda m: sgd(OTHER.parameters()), "of which all parameters are not the model's"),
+        (lambda m: sgd([p.detach().clone().requires_grad_() for p in m.parameters()]), "of which all parameters"),
+        (lambda m: sgd([*m.parameters(), *OTHER.parameters()]), "of which 2 of 6 parameters are not the model's"),
+        (lambda m: sgd([{"params": []}]), "without parameters"),
+    ],
+)
+def test_an_optimizer_of_something_else_is_refused(optimizer, words):
+    error = str(failure(optimizer=optimizer))
+    assert error.startswith("the optimizer factory returned an optimizer ")
+    assert words in error
+    assert "the model that it is called with" in error
+
+
+def test_a_schedule_of_another_optimizer_is_refused():
+    other = lambda optimizer: lr_scheduler.StepLR(sgd(OTHER.parameters()), 1)  # noqa: E731
+    assert "a schedule of another optimizer" in str(failure(lr_schedule=other))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": lambda m, b: OTHER(b).mean()},
+        {"optimizer": lambda m: sgd(m[0].parameters()), "loss": lambda m, b: m[2](b).mean()},
+    ],
+)
+def test_a_step_that_would_train_nothing_is_refused(changes):
+    assert "the loss gave no gradient to any parameter of the optimizer" in str(failure(**changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.LazyLinear(2), "has no shape yet"),
+        (lambda: nn.Linear(4, 2, device="meta"), "is on the meta device and has no values"),
+    ],
+)
+def test_a_model_without_values_is_refused(model, words):
+    assert words in str(failure(model=model))
+
+
+@pytest.mark.parametrize("made", [torch.utils.data.TensorDataset(X), DataLoader(X), [1, 2]])
+def test_data_that_is_no_data_is_told_how_to_become_it(made):
+    told = str(failure(data=lambda: made))
+    assert told.endswith("it must return a Data, as in rota.Data(train=dataset, batch_size=...)")
+
+
+@pytest.mark.parametrize("field", ["train", "valid"])
+def test_a_collation_that_returns_nothing_is_told(field):
+    def collate(samples):
+        return torch.stack(list(samples)) if field == "valid" and len(samples) == 3 else None
+
+    error = str(failure(data=lambda: Data(train=X, valid=X[:2], batch_size=3, collate=collate), steps=1))
+    assert f"collate returned None for {3 if field == 'train' else 2} samples" in error
+
+
 # ---- the loss ----
 
 
 @pytest.mark.parametrize(
     ("loss", "found"),
     [
-        (lambda m, b: None, "a NoneType"),
-        (lambda m, b: 0.5, "a float"),
+        (lambda m, b: None, "a NoneType; return the loss, and if the model computes it, give the model labels"),
+        (lambda m, b: 0.5, "a float; return the tensor itself, for .item() and float() drop its gradient"),
         (lambda m, b: "low", "a str"),
-        (lambda m, b: [quadratic(m, b)], "a list"),
-        (lambda m, b: {"loss": 0.5}, "a float"),
-        (lambda m, b: {}, "a dict without it"),
-        (lambda m, b: {"accuracy": quadratic(m, b)}, "a dict without it"),
+        (lambda m, b: [quadratic(m, b)], "a list; return the loss alone, or a dict that also has what else is to be"),
+        (lambda m, b: (quadratic(m, b), m(b)), "a tuple; return the loss alone, or a dict that also has"),
+        (lambda m, b: {"loss": 0.5}, "a float; return the tensor itself"),
+        (lambda m, b: {}, "a dict without it; return the loss"),
+        (lambda m, b: {"accuracy": quadratic(m, b)}, "a dict without it; return the loss"),
     ],
 )
 def test_a_loss_that_is_no_tensor_is_refused(loss, found):
-    assert str(failure(loss=loss)) == (
-        f"the loss function must return a scalar tensor, or a dict with one as 'loss', not {found}"
+    told = str(failure(loss=loss))
+    assert told.startswith(f"the loss function must return a scalar tensor, or a dict with one as 'loss', not {found}")
+
+
+class Output(dict):
+    """As transformers' ModelOutput: a dict of which the items are attributes, without those that are None."""
+
+    def __init__(self, loss, logits):
+        super().__init__({"logits": logits} | ({} if loss is None else {"loss": loss}))
+        self.loss = loss
+
+
+Answer = namedtuple("Answer", "loss logits")
+
+
+@pytest.mark.parametrize("kind", [Output, Answer])
+def test_a_models_output_is_no_loss_and_its_loss_is(kind):
+    assert str(failure(loss=lambda m, b: kind(quadratic(m, b), m(b)))) == (
+        f"the loss function returned a {kind.__name__}, which is a model's output; return its .loss"
     )
+    assert str(failure(loss=lambda m, b: kind(None, m(b)))) == (
+        f"the loss function returned a {kind.__name__} whose loss is None; if the model computes it, give the model "
+        "labels, and return its .loss"
+    )
+
+
+def test_a_models_output_of_scalars_is_a_dict_of_metrics():
+    loss = lambda m, b: Output(quadratic(m, b), m(b).mean())  # noqa: E731
+    assert training_of(loss=loss).train_batch().keys() == {"train/loss", "train/logits"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [(lambda m, b: m(b).argmax(), "int64"), (lambda m, b: m(b).mean() * 1j, "complex64")]
+)
+def test_a_loss_of_a_kind_without_a_gradient_is_refused(loss, kind):
+    assert f"the loss is of {kind}, which has no gradient" in str(failure(loss=loss))
 
 
 def test_a_loss_that_is_no_scalar_is_refused_with_its_shape_and_a_remedy():

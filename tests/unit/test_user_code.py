@@ -74,6 +74,14 @@ def test_an_error_of_several_lines_becomes_one_sentence():
     assert "first\n" in error.traceback
 
 
+def test_an_error_that_quotes_a_whole_model_is_cut_short_and_kept_in_the_traceback():
+    with pytest.raises(TaskError) as caught, calling("the loss function"):
+        raise TypeError("not " + "Linear() " * 500)
+    assert len(str(caught.value)) < 600
+    assert str(caught.value).count("Linear() ") > 20
+    assert caught.value.traceback.count("Linear() ") >= 500
+
+
 def test_an_error_without_a_text_is_still_named():
     assert "raised StopIteration" in str(failure(from_file("/home/me/sweep.py", "raise StopIteration")))
 
