@@ -44,6 +44,12 @@ class Mixture(nn.Module):
         return made[torch.arange(len(which)), which] * best[:, None]
 
 
+class SingleMixture(Mixture):
+    def forward(self, batch):
+        torch.zeros(4) @ self.router.weight[0]  # not in doubles
+        return super().forward(batch)
+
+
 class Follows(nn.Module):
     "A buffer that the loss does not see."
 
@@ -114,6 +120,7 @@ CASES = {
     "tokens that count, with dropout": (small(nn.Dropout(0.5)), tokens, OTHERS),
     "a mean with dropout": (small(nn.Dropout(0.5)), mean, ""),
     "a mixture of experts": (Mixture, balanced, OTHERS),
+    "a mixture of experts in its own precision": (SingleMixture, balanced, OTHERS),
     "a mixture of experts without its balance": (Mixture, mean, ""),
     "batch norm": (small(nn.BatchNorm1d(3)), mean, OTHERS),
     "a buffer": (Follows, mean, "the buffer mean is another one"),
