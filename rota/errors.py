@@ -8,7 +8,8 @@
     │   ├── TooFewDevicesError   more devices were asked for than there are
     │   └── TooLittleMemoryError devices were to have more memory than there is
     ├── RunInUseError            another process is running this run
-    ├── StoreError               the journal cannot be read or written
+    ├── StoreError               the journal of a run, or its folder, cannot be used
+    │   └── RunFolderError       the folder has a link, or something else that is not rota's, where rota writes
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
     │   ├── CorruptCheckpointError   its files are truncated or altered
     │   └── FullDiskError            there is no room for it
@@ -67,7 +68,11 @@ class RunInUseError(RotaError):
 
 
 class StoreError(RotaError):
-    """The journal cannot be read or written."""
+    """The journal of a run, or its folder, cannot be used."""
+
+
+class RunFolderError(StoreError):
+    """A run folder has a link, or another thing that rota did not make, at a name that rota uses."""
 
 
 class CheckpointError(RotaError):

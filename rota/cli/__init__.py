@@ -17,7 +17,7 @@ from rota.cli.run import run
 from rota.cli.simulate import simulate
 from rota.cli.status import status
 from rota.cli.stop import stop
-from rota.errors import InputError, RotaError
+from rota.errors import InputError, RotaError, StoreError
 
 EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -33,7 +33,7 @@ for command in (run, plan, simulate, explain, devices, status, resume, stop, rep
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `rota` command. Exit codes: 0 all finished, 1 some failed, 2 wrong input, 130 interrupted."""
+    """The `rota` command. Exit codes: 0 all finished, 1 some failed, 2 wrong input or run folder, 130 interrupted."""
     try:
         # Without its standalone mode click returns the code that a command exits with.
         code = commands.main(args=arguments, prog_name="rota", standalone_mode=False) or 0
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = EXIT_INTERRUPTED
     except RotaError as error:
         click.echo(f"rota: {error}", err=True)
-        code = EXIT_INPUT if isinstance(error, InputError) else EXIT_FAILED
+        code = EXIT_INPUT if isinstance(error, InputError | StoreError) else EXIT_FAILED
     except BrokenPipeError:  # `rota status | head`
         sys.stderr.close()
         code = EXIT_FAILED

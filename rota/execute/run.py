@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 from rota.cluster import Cluster
 from rota.cluster.discover import available_cores
-from rota.errors import CheckpointError, InputError, RunMismatchError, StoreError
+from rota.errors import CheckpointError, InputError, RunMismatchError
 from rota.execute import preflight
 from rota.execute.asked import Asked
 from rota.execute.backends.local import LocalBackend
@@ -33,6 +32,7 @@ from rota.report.html import write_report
 from rota.report.live import profile_progress, progress_observer
 from rota.result import Result
 from rota.schedule.problem import OBJECTIVES, Objective
+from rota.state import inside
 from rota.store.journal import Journal, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.sweep import Sweep
@@ -151,7 +151,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         held = options.out is not None and RunFolder(options.out).exists()
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
-        before = _before(options.out) if options.out is not None and held else RunRecord()
+        before = _before(RunFolder(options.out)) if options.out is not None and held else RunRecord()
         session = before.session
         cluster, options, notes = _as_before(options, before)
         preflight.check_memory(cluster)
@@ -180,11 +180,11 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
     return Result(folder, record, sweep=source.sweep)
 
 
-def _before(path: Path) -> RunRecord:
-    """The run as it stands: how it ran, and by which session its workers are found; a damage is told later."""
-    with contextlib.suppress(StoreError):
-        return RunRecord.replay(read_summary(RunFolder(path).journal))
-    return RunRecord()
+def _before(folder: RunFolder) -> RunRecord:
+    """The run as it stands: how it ran, and by which session its workers are found."""
+    record = RunRecord.replay(read_summary(folder.journal))
+    folder.check(record.tasks)
+    return record
 
 
 def _as_before(options: RunOptions, before: RunRecord) -> tuple[Cluster, RunOptions, list[str]]:
@@ -247,6 +247,7 @@ def _begin_or_resume(
     folder: RunFolder, source: Source, cluster: Cluster, options: RunOptions, backend: LocalBackend
 ) -> RunRecord:
     """The record of the run as it stands, with the beginning or resumption journalled."""
+    folder.check([task.name for task in source.sweep])
     record = RunRecord()
     event: Event
     devices = tuple(_device_facts(cluster))
@@ -310,6 +311,7 @@ def _collect(folder: RunFolder, record: RunRecord) -> None:
 
         for task in missing:
             try:
+                inside.enter(folder.task(task.name))
                 Mirror(f"{record.storage}/{task.name}").fetch_file(folder.model(task.name))
             except CheckpointError as error:
                 warnings.warn(f"the model of {task.name} stays where it is: {error}", stacklevel=2)
@@ -453,7 +455,7 @@ def _scheduled(
             interrupted=controller.leaving,
             seconds=0.0,  # a better one is searched for while the first tasks run
         )
-    shutil.rmtree(folder.path / PROFILE_FOLDER, ignore_errors=True)
+    inside.remove(folder.path / PROFILE_FOLDER, inside.PROFILE)
     for name, text in found.profile.notices:
         controller.note(f"{name}: {text}")
     if found.solved is None:

@@ -6,7 +6,6 @@ would with all the memory in the world.
 
 from __future__ import annotations
 
-import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from rota.memory.slab import Budget, Slab, shelf_bytes
 from rota.memory.store import Store
 from rota.runtime.hollow import hollow_like
 from rota.runtime.limits import return_freed_memory
+from rota.state import inside
 
 _LEAST_BYTES = 2**16
 """Smaller parameters stay: all of them together take less than what it costs to move them."""
@@ -143,7 +143,7 @@ class Building:
         """Remove the files; what is still away is lost."""
         if self._store is not None:
             self._store.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        inside.remove(self._folder, inside.SHARDS)
 
     # ---- moving ----
 

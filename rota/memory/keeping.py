@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from rota.errors import CheckpointError, CorruptCheckpointError
 from rota.memory.slab import Budget, Shape, Slab, shelf_bytes
 from rota.memory.store import Store
 from rota.memory.tiers import Held, Tiers
+from rota.state.checkpoint import UNREADABLE
 from rota.state.tree import flatten, unflatten
 from rota.state.writer import Written
 
@@ -112,7 +112,7 @@ def _read(store: Store, than: int | None) -> Any:
         rest = load(bytes(data[: int(about["rest_bytes"])]))
         del rest[""]
         return _Whole(store, writable=True).of(unflatten(about["tree"], rest))
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise CorruptCheckpointError("commit.json was altered since it was written") from error
 
 
@@ -149,6 +149,8 @@ class _Whole:
 
     def _tensor(self, item: str, size: list[int], stride: list[int], dtype: str, offset_bytes: int) -> torch.Tensor:
         kind = getattr(torch, dtype)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"there is no type {dtype}")
         count = 1
         for one in size:
             count *= one

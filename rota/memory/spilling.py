@@ -32,7 +32,7 @@ from rota.runtime.choose import graph_of
 from rota.runtime.executor import Parts, Weights, free_device_bytes, numbers_of, on_device, placed
 from rota.runtime.gang import Gang, talking
 from rota.runtime.reservoir import reservoir
-from rota.state import files
+from rota.state import files, inside
 from rota.state.writer import Written
 from rota.store.run_folder import STORE_FOLDER
 from rota.strategies.spill import Spill
@@ -527,7 +527,7 @@ class Spilling:
         self._tiers.close()
         self._closing.close()
         if self._rank > 0:
-            files.remove(self._room.folder)
+            inside.remove(self._room.folder, inside.ROOM)
 
 
 def _told(made: Arrangement, budget_bytes: int) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from rota.errors import CheckpointError, CorruptCheckpointError, FullDiskError
 from rota.memory.slab import ALIGNMENT
+from rota.state import inside
 from rota.state.files import about_to_commit, make_private_folder, remove, sync_folder, write_text
 
 _FORMAT = 3
@@ -65,6 +66,7 @@ class Store:
         """Whether the names of the records would be there after a power failure."""
         self._direct = True
         self._opening = threading.Lock()
+        inside.check_folder(folder)
         make_private_folder(folder)
 
     # ---- items ----
@@ -158,7 +160,7 @@ class Store:
         version = self._current[item]
         path = self._path(item, version.slot)
         try:
-            with open(path, "rb") as file:
+            with open(inside.opened(path, os.O_RDONLY), "rb") as file:
                 if os.fstat(file.fileno()).st_size < version.size_bytes:
                     raise CorruptCheckpointError(
                         f"{path.name} has less than the {version.size_bytes} bytes that were committed"
@@ -249,7 +251,7 @@ class Store:
     def _read_record(self, name: str) -> tuple[dict[str, Version], dict[str, Any]]:
         path = self._folder / name
         try:
-            first, _, text = path.read_text(encoding="utf-8").partition("\n")
+            first, _, text = inside.read_text(path).partition("\n")
             header = json.loads(first)
             if header["format"] != _FORMAT:
                 raise CheckpointError(
@@ -259,7 +261,7 @@ class Store:
             if header != _header(text):
                 raise ValueError("another checksum")
             plain = json.loads(text)
-            found = {str(item): _version(*facts) for item, facts in plain["items"].items()}
+            found = {_item(name): _version(*facts) for name, facts in plain["items"].items()}
             return found, dict(plain["about"])
         except OSError as error:
             raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from error
@@ -277,16 +279,10 @@ class Store:
 
     def remove_unused(self) -> None:
         """Remove the files of items that neither of the last commits has; what cannot be removed stays."""
-        with contextlib.suppress(OSError):
-            for path in self._folder.iterdir():
-                item = path.name.rpartition(".")[0]
-                known = any(item in one for one in (self._current, self._committed, self._before))
-                if path.name not in (_RECORD, _BEFORE, _DAMAGED) and not known:
-                    for slot in _SLOTS:
-                        handle = self._handles.pop((item, slot), None)
-                        if handle is not None:
-                            os.close(handle)
-                    path.unlink(missing_ok=True)
+        known = {*self._current, *self._committed, *self._before}
+        for key in [key for key in self._handles if key[0] not in known]:
+            os.close(self._handles.pop(key))
+        inside.remove_each(self._folder, inside.ITEM_FILE, but=lambda name: name.rpartition(".")[0] in known)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -311,7 +307,7 @@ class Store:
         with _told(f"{path} cannot be opened"):
             if self._direct and hasattr(os, "O_DIRECT"):
                 try:
-                    return os.open(path, flags | os.O_DIRECT, 0o600)
+                    return inside.opened(path, flags | os.O_DIRECT)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -321,7 +317,7 @@ class Store:
                     f"{path.parent} is on a file system without direct access: what leaves memory goes through the "
                     "page cache, which may be slower and takes memory of its own"
                 )
-            return os.open(path, flags, 0o600)
+            return inside.opened(path, flags)
 
 
 def _write_all(handle: int, data: memoryview, start: int) -> None:
@@ -333,6 +329,12 @@ def _write_all(handle: int, data: memoryview, start: int) -> None:
 def _header(text: str) -> dict[str, Any]:
     """What stands above a record: numbers in it are as much a part of the state as tensors are."""
     return {"format": _FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _item(name: str) -> str:
+    if "/" in name or name.startswith("."):  # it names a file
+        raise ValueError(f"there is no item {name!r}")
+    return name
 
 
 def _version(slot: int, size_bytes: int, summed: int) -> Version:

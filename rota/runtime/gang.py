@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from rota.errors import PeerError
 from rota.runtime import comm
+from rota.state import inside
 
 _SEAL_BYTES = 32
 
@@ -65,7 +66,7 @@ class Gang:
     def _store(self, timeout_s: float) -> Any:
         if isinstance(self.store, Path):
             # Whoever of the gang comes first makes it, for this user alone: PyTorch goes by the umask.
-            os.close(os.open(self.store, os.O_RDWR | os.O_CREAT, 0o600))
+            os.close(inside.opened(self.store, os.O_RDWR | os.O_CREAT))
             return dist.FileStore(str(self.store), self.size)  # type: ignore[attr-defined]
         host, _, port = self.store.removeprefix("tcp://").rpartition(":")
         timeout = datetime.timedelta(seconds=timeout_s)

@@ -19,7 +19,7 @@ from rota.runtime.messages import Balanced, Began, Finished, Halted, Noticed, Re
 from rota.runtime.metrics import MetricsLog
 from rota.runtime.one_device import choose_alone, room_of
 from rota.runtime.training import Training
-from rota.state import checkpoint, files
+from rota.state import checkpoint, inside
 from rota.state.mirror import Mirror
 from rota.state.writer import CheckpointWriter, Saver, Written
 from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER
@@ -158,7 +158,7 @@ class Loop:
     def _restore(self) -> Any:
         """The state of the last checkpoint. The leader clears up and sets aside; the others look when it is done."""
         if self._leads:
-            files.remove_leftovers(self._folder)
+            inside.remove_each(self._folder, inside.MODEL_SIDE)
         if self._mirror is not None:
             self._fetch(self._mirror)
         found = self._latest(self._notice) if self._leads else None
@@ -371,7 +371,10 @@ class Loop:
     def _remove_other_checkpoints(self) -> None:
         """A task that was switched has older ones of the other kind."""
         whole = isinstance(self._writer, CheckpointWriter)
-        files.remove(self._folder / (STORE_FOLDER if whole else CHECKPOINT_FOLDER))
+        if whole:
+            inside.remove(self._folder / STORE_FOLDER, inside.SHARDS)
+        else:
+            inside.remove(self._folder / CHECKPOINT_FOLDER, inside.CHECKPOINTS)
 
     def _interrupts_validation(self, step: int) -> bool:
         self._watch_step(f"validation after step {step}", step)

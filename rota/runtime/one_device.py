@@ -13,7 +13,7 @@ from rota.cluster.discover import memory_limit_bytes
 from rota.errors import CaptureError, TaskError
 from rota.runtime.executor import Eager, Executor, Parts, Room, device_bytes
 from rota.runtime.limits import anonymous_bytes
-from rota.state import files
+from rota.state import inside
 from rota.task import Task
 
 if TYPE_CHECKING:
@@ -41,10 +41,9 @@ def room_of(
 
     if gang is not None and not gang.leads:
         folder = folder / f"{_FOLLOWER}{gang.rank}"
-        files.remove(folder)
+        inside.remove(folder, inside.ROOM)
     elif alone:
-        for left in folder.glob(f"{_FOLLOWER}*"):  # by one that was killed
-            files.remove(left)
+        inside.remove_each(folder, r"\.rank-\d+", inside.ROOM)  # of one that was killed
     far = device.type != "cpu"
     host_bytes = int(_OF_HOST * _host_free_bytes() / _gpus_of_host()) if far else None
     making_bytes = memory_bytes if host_bytes is None else host_bytes

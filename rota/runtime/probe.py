@@ -23,7 +23,7 @@ from rota.runtime.one_device import TIGHT, choose_alone, room_of, spills, state_
 from rota.runtime.one_device import alone_bytes as needed_alone
 from rota.runtime.training import Training, Watch
 from rota.runtime.user_code import calling, is_out_of_memory
-from rota.state import files
+from rota.state import inside
 from rota.store.run_folder import STORE_FOLDER
 from rota.task import Task
 from rota.techniques import Technique, checked, label_of
@@ -385,4 +385,4 @@ def _ending(made: Sequence[Any], folder: Path) -> Iterator[None]:
     finally:
         if made and isinstance(made[0], Closes):
             made[0].close()
-            files.remove(folder / STORE_FOLDER)
+            inside.remove(folder / STORE_FOLDER, inside.SHARDS)

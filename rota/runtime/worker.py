@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rota.errors import DivergedError, PeerError, TaskError, WayError
+from rota.errors import DivergedError, PeerError, RotaError, TaskError, WayError
 from rota.runtime.link import ORPHAN_S, Link, clock_s
 from rota.runtime.messages import (
     Beat,
@@ -47,7 +47,7 @@ from rota.runtime.messages import (
     Tried,
     Try,
 )
-from rota.state import files
+from rota.state import files, inside
 from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, output_file, try_lock
 from rota.threads import OwnedThread, safe_point
 
@@ -229,6 +229,7 @@ class Worker:
         surroundings: Surroundings = _Follower(self) if follows else self
         self._link.await_lease()
         try:
+            inside.enter(folder)
             owning = contextlib.nullcontext() if follows else _owning(folder)
             output = folder / output_file(command.rank)
             with owning, _output_to(output), preserved(), _memory_limit(self._settings):
@@ -253,6 +254,8 @@ class Worker:
             outcome = _failed(command, error, loop)
         except PeerError as error:
             outcome = Left(task=command.task, attempt=command.attempt, peer_gone=True, reason=str(error))
+        except RotaError as error:
+            outcome = _failed(command, TaskError(str(error)), None)
         except Exception as error:
             outcome = _unexpected(command, error)
         del loop
@@ -269,7 +272,7 @@ class Worker:
         outcome: Looked | Tried | Left | Failed
         gang: Gang | None = None
         try:
-            files.make_private_folder(folder)
+            inside.enter(folder)
             with _output_to(folder / OUTPUT_FILE), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
                 if isinstance(command, Look):
@@ -283,6 +286,8 @@ class Worker:
             outcome = _failed(command, error, None)
         except PeerError as error:
             outcome = Left(task=command.task, attempt=command.attempt, peer_gone=True, reason=str(error))
+        except RotaError as error:
+            outcome = _failed(command, TaskError(str(error)), None)
         except Exception as error:
             outcome = _unexpected(command, error)
         self.watch("", limit_s=None, retry=False, step=0)
@@ -422,8 +427,7 @@ def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
 @contextlib.contextmanager
 def _owning(folder: Path) -> Iterator[None]:
     """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
-    files.make_private_folder(folder)
-    handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = inside.opened(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     deadline_s = time.monotonic() + _LOCK_WAIT_S
     try:
         while not try_lock(handle):
@@ -438,7 +442,7 @@ def _owning(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
     """What the user's code prints goes to a file of the task, which nobody has open any more when the task is over."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    handle = inside.opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     before = [os.dup(1), os.dup(2)]
     try:
         _flush()

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rota.errors import CheckpointError, CorruptCheckpointError
-from rota.state import files
+from rota.state import files, inside
 from rota.state.tree import flatten, unflatten
 
 _FORMAT = 1
@@ -30,6 +30,10 @@ FILES = (_TENSORS, _STATE, _COMMIT)
 """In the order in which they are written."""
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _TAKEN = re.compile(r"checkpoint-(\d{8,})(\.damaged)?")
+
+
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
+"""What reading something else than was written may raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +54,10 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
     """As `write`, for state that `flatten` has already split (the background writer copies it in between)."""
     side = folder / f".writing-{os.getpid()}"
     try:
+        inside.check_folder(folder)
         files.make_private_folder(folder)
         target = folder / f"checkpoint-{_next_number(folder):08d}"
-        files.remove(side)
+        inside.remove(side, inside.CHECKPOINT)
         side.mkdir(mode=0o700)
         files.make_private_file(side / _TENSORS)
         save_file(_separate(tensors), side / _TENSORS)
@@ -64,10 +69,10 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
         os.rename(side, target)
         files.sync_folder(folder)
     except Exception as error:  # also what safetensors raises for a type that it lacks
-        files.remove(side)
+        inside.remove(side, inside.CHECKPOINT)
         raise CheckpointError(f"the checkpoint in {folder} could not be written: {_reason(error)}") from error
     for path in committed(folder)[:-KEPT]:
-        files.remove(path)
+        inside.remove(path, inside.CHECKPOINT)
     return target
 
 
@@ -79,6 +84,8 @@ def read_latest(
     `fetch` then copies what another place has of those that are missing. Without `notice` nothing is changed: that is
     for the other processes of a task.
     """
+    inside.check_folder(folder)
+    inside.check(folder, inside.CHECKPOINTS)
     if notice is not None:
         clear_up(folder)
     left = committed(folder)
@@ -91,8 +98,7 @@ def read_latest(
             if notice is None:
                 continue
             aside = path.with_name(path.name + ".damaged")
-            files.remove(aside)
-            os.rename(path, aside)
+            _set_aside(path, aside)
             if fetch is not None and path not in asked:
                 asked.add(path)
                 fetch()
@@ -106,25 +112,34 @@ def read_latest(
 
 def clear_up(folder: Path) -> None:
     """Remove what killed processes were writing."""
-    for leftover in folder.glob(".writing-*"):
-        files.remove(leftover)
+    inside.remove_each(folder, r"\.writing-\d+", inside.CHECKPOINT)
+
+
+def _set_aside(path: Path, aside: Path) -> None:
+    inside.remove(aside, inside.CHECKPOINT)
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"the damaged checkpoint {path} cannot be set aside as {aside.name} ({_reason(error)}); move it away"
+        ) from error
 
 
 def read(path: Path) -> Any:
     """Read one checkpoint, after comparing every byte with what was committed."""
     try:
-        commit = json.loads((path / _COMMIT).read_text(encoding="utf-8"))
+        commit = json.loads(inside.read_text(path / _COMMIT))
         for name in (_TENSORS, _STATE):
             if commit[name] != _fingerprint(path / name):
                 raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({name} was truncated or altered)")
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = json.loads(inside.read_text(path / _STATE))
         if state["format"] != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {path} has format {state['format']}, and this rota reads format {_FORMAT}; "
                 "use the version of rota that wrote it"
             )
         return unflatten(state["tree"], load_file(path / _TENSORS))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({_reason(error)})") from error
 
 
@@ -136,7 +151,7 @@ def adopt(side: Path, folder: Path, number: int) -> None:
     try:
         os.rename(side, target)
     except OSError:
-        files.remove(side)
+        inside.remove(side, inside.CHECKPOINT)
         if not target.is_dir():  # otherwise another process of the task was faster
             raise
     files.sync_folder(folder)
@@ -186,7 +201,7 @@ def _next_number(folder: Path) -> int:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open(inside.opened(path, os.O_RDONLY), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.seek(0, os.SEEK_END), "sha256": digest}
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_LEFTOVER = ".tmp"
 _ask: Callable[[], None] = lambda: None  # noqa: E731
 
 
@@ -54,7 +52,7 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give the path of an empty file to write to, which replaces `path` once the block ends well."""
-    side = path.with_name(f".{path.name}.{os.getpid()}{_LEFTOVER}")
+    side = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         make_private_file(side)
         yield side
@@ -66,19 +64,10 @@ def replacing(path: Path) -> Iterator[Path]:
         remove(side)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what `replacing` was writing in a process that was killed."""
-    for path in folder.glob(f".*{_LEFTOVER}"):
-        remove(path)
-
-
 def remove(path: Path) -> None:
-    """Remove a file or folder if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    """Remove a file if it is there."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def write_private(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.errors import CheckpointError, InputError
-from rota.state import checkpoint, files
+from rota.state import checkpoint, files, inside
 
 _NAME = re.compile(r"checkpoint-(\d{8,})-(\d+)")
 
@@ -39,6 +39,7 @@ class Mirror:
 
     def fetch(self, folder: Path) -> None:
         """Copy what is newer than the checkpoints in a folder into it; nobody else may write there meanwhile."""
+        inside.check_folder(folder)
         checkpoint.clear_up(folder)
         local = checkpoint.committed(folder)
         newest = checkpoint.number_of(local[-1]) if local else 0

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from rota.errors import InputError, StoreError
-from rota.state import files
+from rota.state import files, inside
 
 FILE = "journal.db"
 _FORMAT = 1
@@ -22,6 +22,7 @@ def create(path: Path, *, durable: bool) -> sqlite3.Connection:
     `durable` waits for the disk at each commit: what was committed survives a power cut, not just a killed process.
     """
     with translated(path):
+        _check_files(path, written=True)
         if not path.exists():
             _make(path)
         connection = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1000)
@@ -47,12 +48,19 @@ def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:
     if not path.is_file():
         raise InputError(f"{path.parent} is not a run: it holds no {path.name}; see `rota status` for the runs here")
     with translated(path):
+        _check_files(path, written=writable)
         mode = "rw" if writable else "ro"
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=_BUSY_MS / 1000
         )
         _check(connection, path)
         return connection
+
+
+def _check_files(path: Path, *, written: bool) -> None:
+    """SQLite follows links: it is not to open what is not the run's own."""
+    for end in ("", "-wal", "-shm", "-journal"):
+        inside.check_file(path.with_name(path.name + end), written=written)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,11 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rota.errors import InputError, RunInUseError
+from rota.state import inside
 from rota.state.files import make_private_folder
 from rota.store.database import FILE as JOURNAL_FILE
 
@@ -72,6 +73,12 @@ class RunFolder:
         beside = self.journal.with_name(self.journal.name + "-wal")
         return max(path.stat().st_mtime for path in (self.journal, beside) if path.exists())
 
+    def check(self, tasks: Iterable[str]) -> None:
+        """RunFolderError if something that a run of these tasks uses leads out of the folder."""
+        inside.check(self.path, inside.RUN)
+        for name in tasks:
+            inside.check_task(self.task(name))
+
     def prepare(self) -> None:
         """Make the folder, for this user alone. InputError if it holds something else."""
         try:
@@ -86,7 +93,7 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the run: no other controller can, until this one ends or dies."""
-        handle = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        handle = inside.opened(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             # A killed controller's last breath may still be in the air.
             deadline_s = time.monotonic() + _LOCK_WAIT_S
@@ -107,7 +114,7 @@ class RunFolder:
     def is_held(self) -> bool:
         """Whether a controller is running this run now."""
         try:
-            handle = os.open(self.path / LOCK_FILE, os.O_RDWR)
+            handle = inside.opened(self.path / LOCK_FILE, os.O_RDWR)
         except OSError:
             return False
         try:

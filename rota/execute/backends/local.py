@@ -28,7 +28,7 @@ from rota.pickling import pickle_task
 from rota.runtime import channel, limits, reservoir
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
 from rota.runtime.worker import WorkerSettings
-from rota.state.files import make_private_folder
+from rota.state import inside
 from rota.task import Task
 from rota.techniques import registered
 
@@ -139,9 +139,8 @@ class LocalBackend:
     def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
         """Where the processes of a task find each other: a file, if nothing is said."""
         if len(devices) > 1:
-            make_private_folder(folder)
-        for left in folder.glob("gang-*"):  # of processes that were killed
-            left.unlink(missing_ok=True)
+            inside.enter(folder)
+        inside.remove_each(folder, r"gang-\d+")  # of processes that were killed
         return ""
 
     def open_pool(self, devices: Sequence[str], count: int) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from rota.execute.backends.ray_keeper import LOST, NAMESPACE, Keeper, packed
 from rota.execute.backends.ray_nodes import ANSWER_S, START_S, alive, ask_facts, devices_of
 from rota.runtime.link import LEASE_S
 from rota.runtime.messages import Beat, Here, Ready
-from rota.state.files import make_private_folder
+from rota.state import inside
 
 _log = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class RayBackend(LocalBackend):
         return {device: (sign.task, sign.attempt) for device, sign in readies}
 
     def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
-        make_private_folder(folder)
+        inside.enter(folder)
         super()._meeting(devices, folder, attempt)  # one device meets itself in a file, as anywhere
         if len(devices) == 1:
             return ""
