@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import UnionType
 from typing import Any
 
 from rota.cluster import Cluster, local
@@ -38,10 +37,10 @@ class Asked:
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Asked:
         """What `plain` gave; StoreError for anything else."""
-        kinds: dict[str, type | UnionType] = {"devices": int, "retries": int, "memory": str | int}
-        kinds |= dict.fromkeys(_FLAGS, bool)
+        kinds: dict[str, tuple[type, ...]] = {"devices": (int,), "retries": (int,), "memory": (str, int)}
+        kinds |= dict.fromkeys(_FLAGS, (bool,))
         for name, value in plain.items():
-            if name not in cls.__dataclass_fields__ or not isinstance(value, kinds.get(name, str)):
+            if name not in cls.__dataclass_fields__ or type(value) not in kinds.get(name, (str,)):
                 raise StoreError(f"the journal has an option {name} = {value!r} that cannot be understood")
         return cls(**plain)
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from rota.codec import register
+from rota.codec import Count, Fits, Keys, Seconds, register
 from rota.runtime.messages import Balanced, Began, Failed, Finished, Halted, Measured, Noticed, Saved
+from rota.task import NAME_RULE, is_safe_name
+
+Named = Annotated[str, Fits(is_safe_name, NAME_RULE)]
+Described = Annotated[
+    dict[str, Any], Keys(needed={"name": Named}, optional={"settings": dict[str, Any], "steps": Count | None})
+]
+Place = Annotated[
+    dict[str, Any],
+    Keys(
+        needed={},
+        optional={"name": str, "kind": str, "index": Count, "label": str, "node": str, "cores": tuple[Count, ...]},
+    ),
+]
 
 
 @register
@@ -20,9 +33,9 @@ class RunBegan:
     source_digest: str
     """The file's SHA-256, so that a resume notices a change."""
     sweep_digest: str
-    tasks: tuple[dict[str, Any], ...]
+    tasks: tuple[Described, ...]
     """For each task its name, settings, and the numbers that describe it."""
-    devices: tuple[dict[str, Any], ...]
+    devices: tuple[Place, ...]
     session: str = ""
     """By which workers that outlive their controller are found again; empty where none do."""
     storage: str = ""
@@ -42,7 +55,7 @@ class RunResumed:
     """Tasks that were running and still are, on workers that outlived the controller before."""
     retried: tuple[str, ...] = ()
     """Tasks that had ended without finishing, and are tried again."""
-    devices: tuple[dict[str, Any], ...] = ()
+    devices: tuple[Place, ...] = ()
     asked: dict[str, Any] = field(default_factory=dict)
     """What holds from now on."""
 
@@ -53,7 +66,7 @@ class Launched:
     """A task was given to devices; the first leads."""
 
     task: str
-    attempt: int
+    attempt: Count
     devices: tuple[str, ...]
     strategy: str = ""
     """How it runs there; empty for what the task itself says."""
@@ -65,9 +78,9 @@ class Requeued:
     """A task has saved itself and left its devices, to go on in another way."""
 
     task: str
-    attempt: int
+    attempt: Count
     reason: str
-    save_s: float = 0.0
+    save_s: Seconds = 0.0
     """What it took to save itself."""
 
 
@@ -85,7 +98,7 @@ class Lost:
     """A worker died or hung while it trained the task."""
 
     task: str
-    attempt: int
+    attempt: Count
     device: str
     reason: str
     retried: bool
@@ -98,8 +111,8 @@ class Stopped:
     """The user stopped the task."""
 
     task: str
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
 
 
 @register

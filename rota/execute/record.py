@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.errors import StoreError
+from rota.execute.asked import Asked
 from rota.execute.events import Event, Launched, Lost, Requeued, RunBegan, RunEnded, RunNoted, RunResumed, Stopped
 from rota.execute.states import RUN_TRANSITIONS, TASK_TRANSITIONS, RunState, TaskState
 from rota.runtime.messages import Balanced, Began, Failed, Finished, Halted, Measured, Noticed, Saved
@@ -94,6 +95,8 @@ class TaskRecord:
             return ()
         latest = self.balance[-1] if self.balance and self.balance[-1].attempt == self.attempt else None
         shares = latest.shares if latest is not None else (1.0,) * len(self.pace)
+        if len(shares) != len(self.pace) or not any(shares):
+            return ()
         rates = [share / seconds for share, seconds in zip(shares, self.pace, strict=True)]
         return tuple(rate / max(rates) for rate in rates)
 
@@ -152,8 +155,10 @@ class RunRecord:
             self._end(event, time_s)
         elif isinstance(event, RunNoted):
             self.notices.append((time_s, "", event.text))
-        else:
+        elif isinstance(event, Event):
             self._apply_to(self._find(event.task), event, time_s)
+        else:
+            raise StoreError(f"the journal has a {type(event).__name__}, which is no event of a run")
 
     def _begin(self, event: RunBegan, time_s: float) -> None:
         if self.tasks:
@@ -161,11 +166,14 @@ class RunRecord:
         self.name, self.source, self.begin_s = event.name, event.source, time_s
         self.source_digest, self.sweep_digest = event.source_digest, event.sweep_digest
         self.devices, self.session, self.storage = list(event.devices), event.session, event.storage
-        self.asked = dict(event.asked)
+        self.asked = Asked.of(event.asked).plain()
         for index, fields in enumerate(event.tasks):
+            name = fields["name"]
+            if name in self.tasks:
+                raise StoreError(f"the journal has two tasks named {name!r}")
             facts = {key: value for key, value in fields.items() if key not in ("name", "settings")}
-            self.tasks[fields["name"]] = TaskRecord(
-                name=fields["name"],
+            self.tasks[name] = TaskRecord(
+                name=name,
                 index=index,
                 settings=dict(fields.get("settings", {})),
                 facts=facts,
@@ -178,7 +186,7 @@ class RunRecord:
         self.devices = list(event.devices) or self.devices
         self.session = event.session
         self.storage = event.storage
-        self.asked = dict(event.asked)
+        self.asked = Asked.of(event.asked).plain()
         for task in self.tasks.values():
             task.losses = 0
             if task.state is TaskState.RUNNING and task.name not in event.kept:
@@ -190,7 +198,7 @@ class RunRecord:
 
     def _end(self, event: RunEnded, time_s: float) -> None:
         if event.state not in set(RunState):
-            raise StoreError(f"the journal ends the run in an unknown state {event.state!r}")
+            raise StoreError(f"the journal ends the run in an unknown state {event.state[:40]!r}")
         self._move_run(RunState(event.state))
         for task in self.tasks.values():
             if task.state is TaskState.RUNNING:
@@ -267,7 +275,7 @@ class RunRecord:
 
     def _find(self, name: str) -> TaskRecord:
         if name not in self.tasks:
-            raise StoreError(f"the journal tells of a task {name!r} that the run does not have")
+            raise StoreError(f"the journal tells of a task {name[:40]!r} that the run does not have")
         return self.tasks[name]
 
     def _move_run(self, state: RunState) -> None:

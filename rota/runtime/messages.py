@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rota.codec import register
+from rota.codec import Count, Seconds, Share, register
 
 # ---- commands ----
 
@@ -138,10 +138,10 @@ class Began:
     """The factories have run, the last checkpoint is restored, and training begins."""
 
     task: str
-    attempt: int
-    from_step: int
-    total_steps: int
-    parameters: int
+    attempt: Count
+    from_step: Count
+    total_steps: Count
+    parameters: Count
 
 
 @register
@@ -150,16 +150,16 @@ class Measured:
     """The metrics of the steps since the last such report."""
 
     task: str
-    attempt: int
-    number: int
+    attempt: Count
+    number: Count
     """Counts the reports of a task, over all attempts."""
-    rows: tuple[tuple[int, dict[str, float]], ...]
+    rows: tuple[tuple[Count, dict[str, float]], ...]
     """(step, metrics) for each step; a validated step may come twice."""
     latest: dict[str, float]
     """The latest value of each metric, also of those that these rows do not have."""
-    step_s: float | None
+    step_s: Seconds | None
     """Seconds per step, lately; None before the first."""
-    pace: tuple[float, ...] = ()
+    pace: tuple[Seconds, ...] = ()
     """Of several devices, the seconds that each computed in the latest step, without its waits for the others."""
 
 
@@ -169,9 +169,9 @@ class Saved:
     """A checkpoint is committed."""
 
     task: str
-    attempt: int
-    step: int
-    write_s: float
+    attempt: Count
+    step: Count
+    write_s: Seconds
 
 
 @register
@@ -180,7 +180,7 @@ class Noticed:
     """Something the user should know; the task goes on."""
 
     task: str
-    attempt: int
+    attempt: Count
     text: str
 
 
@@ -190,14 +190,14 @@ class Balanced:
     """Work was moved between the devices of a task, or is left out."""
 
     task: str
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     """The last one that was taken before."""
-    shares: tuple[float, ...]
+    shares: tuple[Share, ...]
     """What each device has of the work that can be moved, from now on."""
-    left_out: tuple[float, ...]
+    left_out: tuple[Share, ...]
     """Which part of its products each device leaves out."""
-    pause_s: float
+    pause_s: Seconds
     why: str
 
 
@@ -207,8 +207,8 @@ class Finished:
     """The task took its last step and its model is written."""
 
     task: str
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     metrics: dict[str, float]
 
 
@@ -218,8 +218,8 @@ class Halted:
     """The task was told to halt, and did; `step` is what its checkpoint holds."""
 
     task: str
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
 
 
 @register
@@ -240,8 +240,8 @@ class Failed:
     """The task cannot go on, and trying again would not help."""
 
     task: str
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     reason: str
     diverged: bool = False
     traceback: str = ""

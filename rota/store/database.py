@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 from collections.abc import Iterator
 from importlib import resources
@@ -12,6 +13,8 @@ from rota.errors import InputError, StoreError
 from rota.state import files, inside
 
 FILE = "journal.db"
+HOLDERS = "CREATE TABLE IF NOT EXISTS holders (number INTEGER PRIMARY KEY, time_s REAL)"
+"""Beside those of schema.sql; the oldest journals lack it."""
 _FORMAT = 1
 _BUSY_MS = 5000
 
@@ -37,7 +40,7 @@ def _make(path: Path) -> None:
     with files.replacing(path) as side:
         connection = sqlite3.connect(side, isolation_level=None)
         try:
-            connection.executescript(resources.files("rota.store").joinpath("schema.sql").read_text())
+            connection.executescript(_script())
             connection.execute(f"PRAGMA user_version={_FORMAT}")
         finally:
             connection.close()
@@ -116,3 +119,30 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
             f"the journal {path} has format {found}, and this rota reads format {_FORMAT}; "
             "use the version of rota that wrote it"
         )
+    # A view or a trigger that is read may run for ever, and do what rota does not.
+    known, made = _schema(), set(connection.execute(_MADE).fetchall())
+    if strange := {row[1] for row in made - known}:
+        raise StoreError(
+            f"the journal {path} has {min(map(str, strange))!r}, which rota does not make so; it was altered: restore it "
+            "from a backup, or move it away and start the run anew"
+        )
+    for table in {row[1] for row in made if row[0] == "table"}:
+        last = connection.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0]  # the next one is behind it
+        if last is not None and not 0 <= last < _MOST_ROWS:
+            raise StoreError(f"the journal {path} was altered: its {table} have numbers that rota does not give")
+
+
+_MADE = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+_MOST_ROWS = 2**62
+
+
+@functools.cache
+def _schema() -> set[tuple[str, str, str, str]]:
+    """What there is in a journal that rota made."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(f"{_script()}; {HOLDERS}")
+        return set(connection.execute(_MADE).fetchall())
+
+
+def _script() -> str:
+    return resources.files("rota.store").joinpath("schema.sql").read_text()

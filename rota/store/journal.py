@@ -38,7 +38,7 @@ class Journal:
         self._connection = database.create(path, durable=durable)
         self._appended: list[tuple[float, str, str, str]] = []
         with database.translated(path):
-            self._connection.execute("CREATE TABLE IF NOT EXISTS holders (number INTEGER PRIMARY KEY, time_s REAL)")
+            self._connection.execute(database.HOLDERS)
             opened = self._connection.execute("INSERT INTO holders (time_s) VALUES (?)", (time.time(),))
             self._holder = opened.lastrowid
             self._seen = self._connection.execute("SELECT coalesce(max(seq), 0) FROM requests").fetchone()[0]
@@ -91,7 +91,7 @@ class Journal:
 
 def read_events(path: Path) -> Iterator[tuple[float, Any]]:
     """Every event with its time, from the first on."""
-    yield from _decoded(path, "SELECT time_s, kind, data FROM events ORDER BY seq", ())
+    yield from _decoded(path, "SELECT time_s, kind, task, data FROM events ORDER BY seq", ())
 
 
 def read_summary(path: Path) -> Iterator[tuple[float, Any]]:
@@ -100,7 +100,7 @@ def read_summary(path: Path) -> Iterator[tuple[float, Any]]:
     Enough for the state of a run, and as fast for a long one as for a short one.
     """
     query = (
-        "SELECT time_s, kind, data FROM events WHERE kind != 'Measured' OR seq IN "
+        "SELECT time_s, kind, task, data FROM events WHERE kind != 'Measured' OR seq IN "
         "(SELECT max(seq) FROM events WHERE kind = 'Measured' GROUP BY task) ORDER BY seq"
     )
     yield from _decoded(path, query, ())
@@ -109,7 +109,7 @@ def read_summary(path: Path) -> Iterator[tuple[float, Any]]:
 def read_metrics(path: Path, task: str) -> list[dict[str, float]]:
     """A task's metrics: a dict per step with "step" and each metric, in the order of steps."""
     rows: dict[int, dict[str, float]] = {}
-    query = "SELECT time_s, kind, data FROM events WHERE task = ? AND kind = 'Measured' ORDER BY seq"
+    query = "SELECT time_s, kind, task, data FROM events WHERE task = ? AND kind = 'Measured' ORDER BY seq"
     for _, event in _decoded(path, query, (task,)):
         for step, metrics in event.rows:
             # A step that was taken again after a crash is reported again, with the same values.
@@ -127,14 +127,25 @@ def ask(path: Path, *, verb: str, task: str = "") -> None:
         connection.close()
 
 
+def _checked(time_s: Any, kind: Any, task: Any, data: Any) -> tuple[float, Any]:
+    """A row as what it tells; SQLite does not look at the types of what it reads."""
+    if type(time_s) is not float or not all(isinstance(one, str) for one in (kind, task, data)):
+        raise MessageError("a row has values of other types than rota writes")
+    codec.TIME.check(time_s, "the time of an event")
+    event = codec.decode(kind, data)
+    if task != getattr(event, "task", ""):
+        raise MessageError(f"a {kind} of one task is filed under another")
+    return time_s, event
+
+
 def _decoded(path: Path, query: str, arguments: tuple[Any, ...]) -> Iterator[tuple[float, Any]]:
     connection: sqlite3.Connection = database.open_existing(path)
     try:
         with database.translated(path):
             cursor = connection.execute(query, arguments)
             while chunk := cursor.fetchmany(1000):
-                for time_s, kind, data in chunk:
-                    yield time_s, codec.decode(kind, data)
+                for row in chunk:
+                    yield _checked(*row)
     except MessageError as error:
         raise StoreError(f"the journal {path} cannot be understood: {error}") from error
     finally:

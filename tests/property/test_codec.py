@@ -26,9 +26,27 @@ JSON = st.recursive(
 )
 
 
+SIMPLE = {str: st.text(max_size=20), int: st.integers(), float: st.floats(), bool: st.booleans()}
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._=,+@-]{0,20}", fullmatch=True)
+
+
+def bounded(hint: Any, bound: Any) -> st.SearchStrategy[Any]:
+    """Any value within what stands beside a type."""
+    if isinstance(bound, codec.Within):
+        return {int: st.integers, float: st.floats}[hint](int(bound.least), int(bound.most))
+    if isinstance(bound, codec.Fits):
+        return NAMES
+    keys = {key: values_of(one) for key, one in bound.needed.items()}
+    return st.fixed_dictionaries(keys, optional={key: values_of(one) for key, one in bound.optional.items()}).map(
+        lambda value: json.loads(json.dumps(value))
+    )
+
+
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Any value that a field with this type can have."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return bounded(*arguments)
     if hint is Any:
         return JSON
     if origin in (typing.Union, types.UnionType):
@@ -39,12 +57,12 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(values_of, arguments))
     if origin is dict:
         return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=4)
-    return {str: st.text(max_size=20), int: st.integers(), float: st.floats(), bool: st.booleans()}[hint]
+    return SIMPLE[hint]
 
 
 def messages_of(kind: str) -> st.SearchStrategy[Any]:
     cls = codec._KINDS[kind]
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(cls)})
 
 

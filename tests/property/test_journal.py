@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rota import codec
 from rota.errors import StoreError
 from rota.execute.events import Launched, RunBegan
 from rota.execute.record import RunRecord
@@ -26,7 +27,7 @@ EVENTS = st.one_of(
     st.builds(Saved, task=NAMES, attempt=st.integers(1, 9), step=st.integers(0, 10**9), write_s=st.floats(0, 9)),
     st.builds(Halted, task=NAMES, attempt=st.integers(1, 9), step=st.integers(0, 10**9)),
 )
-TIMES = st.floats(allow_nan=False, allow_infinity=False)
+TIMES = st.floats(codec.TIME.least, codec.TIME.most)
 
 
 @given(batches=st.lists(st.lists(st.tuples(TIMES, EVENTS), max_size=6), max_size=5), reopen=st.booleans())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
 import os
 import sqlite3
 import stat
 
 import pytest
 
+from rota import codec
 from rota.errors import InputError, RunInUseError, StoreError
 from rota.execute.events import Launched, Lost, RunBegan, RunEnded, RunNoted
 from rota.execute.record import RunRecord
-from rota.runtime.messages import Began, Finished, Measured, Noticed, Saved
+from rota.runtime.messages import Began, Finished, Measured, Noticed, Saved, Shutdown
 from rota.state import files
 from rota.store import database
 from rota.store.journal import Journal, Request, ask, read_events, read_metrics, read_summary
@@ -515,3 +519,80 @@ def test_a_journal_of_before_holders_were_noted_can_be_held(path):
     journal.append(RunNoted(text="goes on"), time_s=1.0)
     journal.commit()
     assert [event.text for _, event in read_events(path)] == ["goes on"]
+
+
+# ---- journals of others ----
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "ALTER TABLE events RENAME TO e; CREATE VIEW events AS SELECT * FROM e",
+        "DROP TABLE events; CREATE VIEW events AS WITH RECURSIVE n(seq) AS (SELECT 1 UNION ALL SELECT seq + 1 FROM n) "
+        "SELECT seq, 0.0 AS time_s, 'RunNoted' AS kind, '' AS task, '{\"text\":\"\"}' AS data FROM n",
+        "DROP TABLE requests; CREATE TABLE requests (seq INTEGER PRIMARY KEY, time_s REAL, verb TEXT, task TEXT)",
+        "CREATE TRIGGER mine AFTER INSERT ON events BEGIN DELETE FROM requests; END",
+        "CREATE TABLE mine (x)",
+        "ALTER TABLE events ADD COLUMN mine INTEGER GENERATED ALWAYS AS (length(data)) VIRTUAL",
+        "DROP TABLE holders; CREATE VIEW holders AS SELECT 1 AS number",
+        "INSERT INTO requests VALUES (9223372036854775807, 0.0, 'stop', '')",
+        "INSERT INTO events VALUES (9223372036854775807, 0.0, 'RunNoted', '', '{}')",
+        "INSERT INTO holders VALUES (9223372036854775807, 0.0)",
+    ],
+)
+def test_what_rota_does_not_make_in_a_journal_is_refused_before_it_is_used(path, refused, script):
+    write(path, EVENTS)
+    with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+        journal.executescript(script)
+    for use in uses(path):
+        assert "altered" in refused(use, error=StoreError)
+
+
+@pytest.mark.parametrize("time_s", [math.inf, -math.inf, 1e300, 253_402_300_800.0])
+def test_a_time_that_no_clock_shows_is_refused(path, refused, time_s):
+    write(path, EVENTS)
+    with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+        journal.execute("UPDATE events SET time_s = ? WHERE seq = 2", (time_s,))
+    assert "the time of an event" in refused(list, read_events(path), error=StoreError)
+
+
+@pytest.mark.parametrize("name", ["../a", "..", "a/b", "/tmp/a", ".a", "", "a\x1b[31m", "a" * 129, None, 1])
+def test_a_task_whose_name_is_no_folder_is_refused(path, refused, name):
+    write(path, EVENTS)
+    kind, data = codec.encode(dataclasses.replace(BEGAN, tasks=({"name": name, "steps": 9},)))
+    with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+        journal.execute("UPDATE events SET data = ? WHERE kind = ?", (data, kind))
+    assert "RunBegan.tasks.name" in refused(list, read_summary(path), error=StoreError)
+
+
+def test_a_task_without_a_name_or_with_settings_that_are_a_list_is_refused(path, refused):
+    write(path, EVENTS)
+    for task, says in (({"steps": 9}, "has no name"), ({"name": "a", "settings": [1]}, "settings is list")):
+        kind, data = codec.encode(dataclasses.replace(BEGAN, tasks=(task,)))
+        with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+            journal.execute("UPDATE events SET data = ? WHERE kind = ?", (data, kind))
+        assert says in refused(list, read_summary(path), error=StoreError)
+
+
+def test_a_message_that_is_no_event_and_a_task_under_another_name_are_refused(path, refused):
+    write(path, [*EVENTS, (7.0, Shutdown())])
+    assert "Shutdown, which is no event" in refused(RunRecord.replay, read_events(path), error=StoreError)
+    with contextlib.closing(sqlite3.connect(path)) as journal, journal:
+        journal.execute("UPDATE events SET task = 'b' WHERE kind = 'Noticed'")
+    assert "filed under another" in refused(list, read_events(path), error=StoreError)
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-shm"])
+def test_a_journal_that_leads_elsewhere_is_refused(path, tmp_path, refused, end):
+    write(path, EVENTS)
+    beside = path.with_name(path.name + end)
+    elsewhere = tmp_path / "elsewhere"
+    if end:
+        elsewhere.write_bytes(b"precious")
+    else:
+        beside.rename(elsewhere)
+    beside.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    for use in uses(path):
+        assert str(beside) in refused(use, error=StoreError)
+    assert elsewhere.read_bytes() == before
