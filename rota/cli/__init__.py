@@ -10,6 +10,7 @@ from rota import __version__
 from rota.cli.devices import devices
 from rota.cli.doctor import doctor
 from rota.cli.explain import explain
+from rota.cli.output import tell
 from rota.cli.plan import plan
 from rota.cli.report import report
 from rota.cli.resume import resume
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     except RotaError as error:
-        click.echo(f"rota: {error}", err=True)
+        tell(f"rota: {error}", err=True)
         code = EXIT_INPUT if isinstance(error, InputError | StoreError) else EXIT_FAILED
     except BrokenPipeError:  # `rota status | head`
         sys.stderr.close()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from rota.cli.options import device_options, json_option, print_json
+from rota.cli.output import tell
 from rota.cluster import local
 from rota.cluster.device import Device, format_bytes
 from rota.report.table import Table
@@ -36,7 +37,7 @@ def devices(devices: int | None, memory: str | None, kind: str | None, measured:
         (one.name, format_bytes(one.memory_bytes), ",".join(map(str, one.cores)), _words(speed, speeds), one.label)
         for one, speed in found
     )
-    click.echo(Table(columns=("device", "memory", "cores", "speed", "what it is"), rows=rows))
+    tell(Table(columns=("device", "memory", "cores", "speed", "what it is"), rows=rows))
 
 
 def _speeds(devices: Sequence[Device]) -> Sequence[float | None]:

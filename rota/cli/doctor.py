@@ -15,6 +15,7 @@ import click
 
 from rota import __version__
 from rota.cli.options import json_option, print_json
+from rota.cli.output import tell
 from rota.cluster import local
 from rota.cluster.device import format_bytes
 from rota.errors import RotaError
@@ -58,7 +59,7 @@ def doctor(as_json: bool) -> None:
     else:
         marks = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
         for finding in findings:
-            click.echo(f"{marks[finding.state]}  {finding.what}: {finding.text}")
+            tell(f"{marks[finding.state]}  {finding.what}: {finding.text}")
     raise click.exceptions.Exit(1 if broken else 0)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rota.cli.options import json_option, print_json, saying, terminal_width
+from rota.cli.output import tell
 from rota.cli.sweep_file import load_source
 from rota.cluster.device import parse_bytes
 from rota.errors import InputError
@@ -100,12 +101,12 @@ def explain(
         return
     width = terminal_width()
     if found is not None:
-        click.echo("\n".join(["candidates", *found.table(), ""]))
+        tell("\n".join(["candidates", *found.table(), ""]))
         strategy = f"{found.chosen.text} (chosen by {strategy})"
-    click.echo(f"task  {task.name}, strategy {strategy}")
-    click.echo("\n".join([*lines_of(explanation), "", *timeline(program, simulation, width=width)]))
+    tell(f"task  {task.name}, strategy {strategy}")
+    tell("\n".join([*lines_of(explanation), "", *timeline(program, simulation, width=width)]))
     if trace is not None:
-        click.echo(f"\ntrace  {trace} (open it at https://ui.perfetto.dev)")
+        tell(f"\ntrace  {trace} (open it at https://ui.perfetto.dev)")
 
 
 def _explain_spill(task: Task, spill: Spill, memory_bytes: int | None, *, devices: int, as_json: bool) -> None:
@@ -122,8 +123,8 @@ def _explain_spill(task: Task, spill: Spill, memory_bytes: int | None, *, device
     if as_json:
         print_json({"task": task.name, "strategy": str(spill)} | explanation.to_json())
         return
-    click.echo(f"task    {task.name}, strategy {spill}")
-    click.echo("\n".join(lines_of(explanation)))
+    tell(f"task    {task.name}, strategy {spill}")
+    tell("\n".join(lines_of(explanation)))
 
 
 def _is_pool(strategy: str) -> bool:
@@ -154,9 +155,9 @@ def _explain_pool(tasks: list[Task], memory_bytes: int | None, *, devices: int, 
     if as_json:
         print_json({"strategy": POOL} | told.to_json())
         return
-    click.echo("\n".join(lines_of(told, units_of=tasks[0].name if len(tasks) == 1 else None)))
+    tell("\n".join(lines_of(told, units_of=tasks[0].name if len(tasks) == 1 else None)))
     if len(tasks) > 1:
-        click.echo(f"\n--task {tasks[0].name} shows its units")
+        tell(f"\n--task {tasks[0].name} shows its units")
 
 
 def _pick(sweep: Sweep, name: str | None) -> Task:

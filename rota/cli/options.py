@@ -14,8 +14,10 @@ from typing import Any
 
 import click
 
+from rota.cli.output import tell
 from rota.execute.asked import Asked
 from rota.execute.run import RETRIES
+from rota.report.format import printable
 from rota.schedule.problem import OBJECTIVES
 
 _WIDEST, _NARROWEST = 160, 60
@@ -82,7 +84,7 @@ def asked_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def print_json(value: Any) -> None:
     """Print strict JSON: NaN and infinity, which JSON lacks, become null."""
-    click.echo(json.dumps(_strict(value), indent=2))
+    tell(json.dumps(_strict(value), indent=2))
 
 
 def _strict(value: Any) -> Any:
@@ -107,7 +109,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 
     def say(sentence: str) -> None:
         if shown:
-            click.echo(f"\r{sentence[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
+            click.echo(f"\r{printable(sentence)[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
 
     try:
         yield say

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rota.cli.options import device_options, json_option, objective_option, print_json, terminal_width
+from rota.cli.output import tell
 from rota.cli.sweep_file import load_source
 from rota.cluster import Cluster, local
 from rota.cluster.device import format_bytes
@@ -120,9 +121,9 @@ def _tell(
         }
         print_json(forecast_json(listed, case) | more)
         return
-    click.echo("\n".join(forecast_lines(listed, case, width=terminal_width())))
+    tell("\n".join(forecast_lines(listed, case, width=terminal_width())))
     if html is not None:
-        click.echo(f"page       {html}")
+        tell(f"page       {html}")
 
 
 def _notes(found: Forecast) -> list[tuple[str, str]]:

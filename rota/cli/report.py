@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rota.cli.options import json_option, print_json, run_argument
+from rota.cli.output import tell
 from rota.report.html import write_report
 from rota.store.run_folder import find_run
 
@@ -18,4 +19,4 @@ def report(run: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"report": str(path)})
     else:
-        click.echo(str(path))
+        tell(str(path))

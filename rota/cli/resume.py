@@ -6,11 +6,11 @@ import click
 
 from rota.cli.options import asked_options, json_option, run_argument, storage_option
 from rota.cli.run import check_file_is_given, finish
-from rota.cli.sweep_file import load_source, split
+from rota.cli.sweep_file import read_source
 from rota.errors import InputError
 from rota.execute.asked import Asked
 from rota.execute.record import RunRecord
-from rota.execute.run import RunOptions, run_source
+from rota.execute.run import RunOptions, check_unchanged, run_source
 from rota.store.journal import read_summary
 from rota.store.run_folder import find_run
 
@@ -34,12 +34,15 @@ def resume(
     folder = find_run(run)
     record = RunRecord.replay(read_summary(folder.journal))
     check_file_is_given(record.source, folder.path)
-    file, _ = split(record.source)
+    sweep = read_source(record.source)
+    file = sweep.path
     if file.resolve().is_relative_to(folder.path.resolve()):  # rota writes none there
         raise InputError(
             f"the journal of {folder.path} names {file} as the run's sweep, which is in the run folder itself; nothing "
             "there is run as code: move it elsewhere and run it with --out"
         )
+    if not allow_changes:  # the journal says what is run: not before it is what it was
+        check_unchanged(folder, sweep.given, before=record.source_digest, now=sweep.digest)
     options = RunOptions(
         asked=asked,
         code=file.absolute().parent,
@@ -49,4 +52,4 @@ def resume(
         retry_failed=failed,
         allow_changes=allow_changes,
     )
-    finish(run_source(lambda: load_source(record.source), options), as_json=as_json)
+    finish(run_source(sweep.load, options), as_json=as_json)

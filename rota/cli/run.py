@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from rota.cli.options import asked_options, json_option, print_json, storage_option
+from rota.cli.output import tell
 from rota.cli.sweep_file import load_source, split
 from rota.errors import InputError
 from rota.execute.asked import Asked
@@ -46,7 +47,7 @@ def finish(result: Result, *, as_json: bool) -> None:
     if as_json:
         print_json(run_summary(result))
     else:
-        click.echo(summary_words(result))
+        tell(summary_words(result))
     codes = {RunState.FINISHED: 0, RunState.INTERRUPTED: 130}
     raise click.exceptions.Exit(codes.get(result.state, 1))
 

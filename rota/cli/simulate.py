@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rota.cli.options import json_option, objective_option, print_json, saying, terminal_width
+from rota.cli.output import tell
 from rota.cli.sweep_file import load_source
 from rota.cluster.file import Site, WhatIf, load_cluster, parse_what_if
 from rota.errors import InputError
@@ -61,7 +62,7 @@ def simulate(
     if as_json:
         print_json(forecast_json(listed, base, cases))
     else:
-        click.echo("\n".join(forecast_lines(listed, base, cases, width=terminal_width())))
+        tell("\n".join(forecast_lines(listed, base, cases, width=terminal_width())))
 
 
 def _check_prices(site: Site, asked: list[WhatIf]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from rota.cli.options import json_option, print_json, run_argument
+from rota.cli.output import tell
 from rota.report.summary import run_summary, status_words
 from rota.result import Result, open_run
 
@@ -21,8 +22,8 @@ def status(run: str | None, task: str | None, as_json: bool) -> None:
     elif as_json:
         print_json(run_summary(result))
     else:
-        click.echo(status_words(result))
-        click.echo(result.table())
+        tell(status_words(result))
+        tell(result.table())
 
 
 def _show_task(result: Result, name: str, *, as_json: bool) -> None:
@@ -33,6 +34,6 @@ def _show_task(result: Result, name: str, *, as_json: bool) -> None:
         return
     for key, value in summary.items():
         if key == "traceback":
-            click.echo(f"traceback:\n{value}" if value else "", nl=bool(value))
+            tell(f"traceback:\n{value}" if value else "", nl=bool(value))
         else:
-            click.echo(f"{key}: {value}")
+            tell(f"{key}: {value}")

@@ -7,6 +7,7 @@ import time
 import click
 
 from rota.cli.options import json_option, print_json, run_argument
+from rota.cli.output import tell
 from rota.errors import InputError, RotaError
 from rota.result import open_run
 from rota.store.journal import ask
@@ -32,7 +33,7 @@ def stop(run: str | None, task: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"run": str(folder.path), "stopped": task or "all"})
     else:
-        click.echo(f"stopped {task or 'the run'}; go on with: rota resume {folder.path}")
+        tell(f"stopped {task or 'the run'}; go on with: rota resume {folder.path}")
 
 
 def _wait(folder: RunFolder, task: str | None) -> None:

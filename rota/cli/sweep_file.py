@@ -7,6 +7,8 @@ import importlib.util
 import os
 import sys
 import traceback
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import cloudpickle
@@ -16,13 +18,39 @@ from rota.execute.run import Source
 from rota.sweep import Sweep
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """A file as it was read, before it is run."""
+
+    given: str
+    """As the user named it, maybe with the name of a sweep."""
+    path: Path
+    name: str | None
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        """By which a change is noticed."""
+        return hashlib.sha256(self.text).hexdigest()
+
+    def load(self) -> Source:
+        """Run what was read, and nothing that has taken its place since; the sweep that it defines."""
+        sweep = _pick(_execute(self.path, self.text), self.path, self.name)
+        return Source(sweep=sweep, file=self.given, digest=self.digest)
+
+
+def read_source(file: str) -> SweepFile:
+    """FILE or FILE:NAME; InputError if there is none."""
+    path, name = split(file)
+    try:
+        return SweepFile(given=file, path=path, name=name, text=path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); see that it can be read by you") from error
+
+
 def load_source(file: str) -> Source:
     """The sweep in FILE or FILE:NAME, with the file's digest."""
-    path, name = split(file)
-    text = path.read_bytes()
-    module = _execute(path)
-    sweep = _pick(module, path, name)
-    return Source(sweep=sweep, file=str(file), digest=hashlib.sha256(text).hexdigest())
+    return read_source(file).load()
 
 
 def split(file: str) -> tuple[Path, str | None]:
@@ -36,11 +64,14 @@ def split(file: str) -> tuple[Path, str | None]:
     return path, name
 
 
-def _execute(path: Path) -> object:
-    """Import the file as a module. What it defines travels to the workers by value, for they cannot import it."""
+def _execute(path: Path, text: bytes) -> object:
+    """Import a file as a module. What it defines travels to the workers by value, for they cannot import it.
+
+    Compiled code that lies beside it is not used: it may be of something else.
+    """
     module_name = f"rota_sweep_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path.absolute())
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise InputError(f"{path} is not a Python file; give one that defines a rota.Sweep")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
@@ -48,7 +79,7 @@ def _execute(path: Path) -> object:
     if folder not in sys.path:  # as `python FILE` does
         sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        exec(spec.loader.source_to_code(text, str(path.absolute())), module.__dict__)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except SyntaxError as error:

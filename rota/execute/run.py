@@ -28,6 +28,7 @@ from rota.execute.policy import LongestFirst, Policy
 from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
+from rota.report.format import printable
 from rota.report.html import write_report
 from rota.report.live import profile_progress, progress_observer
 from rota.result import Result
@@ -240,7 +241,7 @@ def _report(folder: RunFolder) -> None:
         write_report(folder)
     except OSError as error:
         text = f"the report {folder.report} could not be written ({error.strerror}); run `rota report` later"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(printable(text), stacklevel=2)
 
 
 def _begin_or_resume(
@@ -314,7 +315,8 @@ def _collect(folder: RunFolder, record: RunRecord) -> None:
                 inside.enter(folder.task(task.name))
                 Mirror(f"{record.storage}/{task.name}").fetch_file(folder.model(task.name))
             except CheckpointError as error:
-                warnings.warn(f"the model of {task.name} stays where it is: {error}", stacklevel=2)
+                text = f"the model of {task.name} stays where it is: {error}"
+                warnings.warn(printable(text), stacklevel=2)
 
 
 def _still_running(record: RunRecord, found: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
@@ -338,17 +340,22 @@ def _check_same(folder: RunFolder, record: RunRecord, source: Source, options: R
     if options.allow_changes:
         return
     if source.digest and record.source_digest:
-        if source.digest == record.source_digest:
-            _check_facts(folder, record, source)
-            return
-        raise RunMismatchError(
-            f"{source.file} has changed since the run in {folder.path} began; undo the change, start a new run, "
-            "or resume with --allow-changes (allow_changes=True)"
-        )
+        check_unchanged(folder, source.file, before=record.source_digest, now=source.digest)
+        _check_facts(folder, record, source)
+        return
     if digest(source.sweep) != record.sweep_digest:
         raise RunMismatchError(
             f"the sweep has changed since the run in {folder.path} began; undo the change, give another out folder, "
             "or resume with allow_changes=True"
+        )
+
+
+def check_unchanged(folder: RunFolder, file: str, *, before: str, now: str) -> None:
+    """RunMismatchError if a sweep's file is not what it was when the run began."""
+    if before != now:
+        raise RunMismatchError(
+            f"{file} has changed since the run in {folder.path} began; undo the change, start a new run, "
+            "or resume with --allow-changes (allow_changes=True)"
         )
 
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 
 from rota.execute.record import TaskRecord
 
 _MAX_CELL = 40
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys instead of showing it, and what it cannot show; lines may end and have tabs."""
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what would move its cursor, colour it or type for its user stands there as \\x1b."""
+    return _OBEYED.sub(lambda one: ascii(one[0])[1:-1], text)
 
 
 def duration(seconds: float) -> str:

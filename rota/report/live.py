@@ -17,7 +17,7 @@ from rota.execute.controller import Observer
 from rota.execute.events import Event, Launched, Lost, Requeued, RunNoted, Stopped
 from rota.execute.record import Balance, RunRecord, TaskRecord
 from rota.execute.states import TaskState
-from rota.report.format import duration, metric, steps
+from rota.report.format import duration, metric, printable, steps
 from rota.runtime.messages import Balanced, Began, Failed, Finished, Noticed
 
 _LINES_EVERY_S = 10.0
@@ -64,7 +64,7 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
 
         def say(what: str, done: int, total: int) -> None:
             if done < total:
-                console.print(f"before the run: {what}", highlight=False, markup=False)
+                console.print(printable(f"before the run: {what}"), highlight=False, markup=False)
 
         yield say
         return
@@ -73,7 +73,7 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
         bar = shown.add_task("looking at the tasks", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            shown.update(bar, description=escape(what), completed=done, total=max(total, 1))
+            shown.update(bar, description=escape(printable(what)), completed=done, total=max(total, 1))
 
         yield show
 
@@ -91,7 +91,7 @@ class LiveProgress:
         """Take note, and draw when it is time."""
         self._record = record
         if event is not None and (line := _remark(record, event)):
-            self._console.print(line, highlight=False, markup=False)
+            self._console.print(printable(line), highlight=False, markup=False)
         if time.monotonic() - self._drawn_s > _DRAW_EVERY_S:
             self.draw()
 
@@ -124,7 +124,9 @@ class PlainProgress:
 
     def _say(self, record: RunRecord, line: str) -> None:
         done = sum(task.state.ended for task in record.tasks.values())
-        self._console.print(f"[{done}/{len(record.tasks)}] {line}", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(
+            printable(f"[{done}/{len(record.tasks)}] {line}"), highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def progress_table(record: RunRecord, *, now_s: float, max_rows: int) -> Group:
@@ -163,7 +165,7 @@ def _row(task: TaskRecord) -> list[Text]:
         " ".join([speed, *pace(task)]) if running else "",
         duration(left_s) if running and left_s is not None else "",
     ]
-    return [Text(cell, style=_STYLES[task.state]) for cell in cells]
+    return [Text(printable(cell), style=_STYLES[task.state]) for cell in cells]
 
 
 def _foot(record: RunRecord, now_s: float) -> Text:

@@ -123,8 +123,8 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     known, made = _schema(), set(connection.execute(_MADE).fetchall())
     if strange := {row[1] for row in made - known}:
         raise StoreError(
-            f"the journal {path} has {min(map(str, strange))!r}, which rota does not make so; it was altered: restore it "
-            "from a backup, or move it away and start the run anew"
+            f"the journal {path} was altered: it has {min(map(str, strange))!r}, which rota does not make so; restore "
+            "it from a backup, or move it away and start the run anew"
         )
     for table in {row[1] for row in made if row[0] == "table"}:
         last = connection.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0]  # the next one is behind it
