@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -69,6 +70,12 @@ def asked_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--strict/--no-strict",
             default=None,
             help="Refuse a sweep with a model that cannot be captured; otherwise that one runs on one device.",
+        ),
+        click.option(
+            "--shards",
+            metavar="DIR",
+            callback=lambda context, option, value: value and str(Path(value).absolute()),
+            help="Keep what does not fit into memory in this folder, such as one on another disk.",
         ),
         click.option(
             "--cluster",

@@ -33,6 +33,8 @@ class Asked:
     profile: bool | None = None
     retries: int | None = None
     strict: bool | None = None
+    shards: str | None = None
+    """The folder in which what leaves memory lies, each run's in one of its own."""
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Asked:
@@ -58,6 +60,11 @@ class Asked:
         """With the devices that a script has made itself, as far as they can be said in words."""
         place = dict.fromkeys(_PLACE) | dict(cluster.asked)
         return replace(self, **place)
+
+    @property
+    def address(self) -> str:
+        """Of the cluster, where one was said."""
+        return (self.cluster or "").partition("=")[2]
 
     def words(self) -> str:
         """As options of the command line."""

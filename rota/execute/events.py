@@ -40,6 +40,10 @@ class RunBegan:
     """By which workers that outlive their controller are found again; empty where none do."""
     storage: str = ""
     """Where checkpoints and models go beside the run folder: a URL."""
+    shards: tuple[str, ...] = ()
+    """Where what leaves memory lies, if not in the run folder; behind the first, where it lay before."""
+    seal: str = ""
+    """By which a resume knows that the user named these places, and the cluster (`store/seal.py`)."""
     asked: dict[str, Any] = field(default_factory=dict)
     """What the user said of how to run (`asked.py`), so that a resume runs alike."""
 
@@ -51,6 +55,8 @@ class RunResumed:
 
     session: str = ""
     storage: str = ""
+    shards: tuple[str, ...] = ()
+    seal: str = ""
     kept: tuple[str, ...] = ()
     """Tasks that were running and still are, on workers that outlived the controller before."""
     retried: tuple[str, ...] = ()

@@ -116,6 +116,9 @@ class RunRecord:
         self.sweep_digest = ""
         self.storage = ""
         """Where checkpoints and models go beside the run folder."""
+        self.shards: tuple[str, ...] = ()
+        """Where what leaves memory lies, if not in the run folder; behind the first, where it lay before."""
+        self.seal = ""
         self.asked: dict[str, Any] = {}
         """What the user said of how to run, the latest of each."""
         self.session = ""
@@ -165,8 +168,8 @@ class RunRecord:
             raise StoreError("the journal begins twice")
         self.name, self.source, self.begin_s = event.name, event.source, time_s
         self.source_digest, self.sweep_digest = event.source_digest, event.sweep_digest
-        self.devices, self.session, self.storage = list(event.devices), event.session, event.storage
-        self.asked = Asked.of(event.asked).plain()
+        self.devices, self.session = list(event.devices), event.session
+        self._take_places(event)
         for index, fields in enumerate(event.tasks):
             name = fields["name"]
             if name in self.tasks:
@@ -180,13 +183,16 @@ class RunRecord:
                 total_steps=facts.get("steps"),
             )
 
+    def _take_places(self, event: RunBegan | RunResumed) -> None:
+        self.storage, self.shards, self.seal = event.storage, event.shards, event.seal
+        self.asked = Asked.of(event.asked).plain()
+
     def _resume(self, event: RunResumed, before_s: float) -> None:
         """Tasks that were running when the controller died ran until the last thing that was heard."""
         self._move_run(RunState.RUNNING)
         self.devices = list(event.devices) or self.devices
         self.session = event.session
-        self.storage = event.storage
-        self.asked = Asked.of(event.asked).plain()
+        self._take_places(event)
         for task in self.tasks.values():
             task.losses = 0
             if task.state is TaskState.RUNNING and task.name not in event.kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import secrets
 import signal
 import sys
@@ -36,6 +37,7 @@ from rota.schedule.problem import OBJECTIVES, Objective
 from rota.state import inside
 from rota.store.journal import Journal, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
+from rota.store.seal import is_sealed, seal_of
 from rota.sweep import Sweep
 
 RETRIES = 2
@@ -120,6 +122,7 @@ def run(
     profile: bool | None = None,
     strict: bool | None = None,
     storage: str = "",
+    shards: str | Path | None = None,
 ) -> Result:
     """Train every task of a sweep and return the result.
 
@@ -127,14 +130,22 @@ def run(
     whether tasks are measured before they run (True). A model that cannot be captured runs on one device where its
     strategy needs a graph, and the others run as asked; `strict` refuses the sweep instead. With `out` naming the
     folder of an earlier run of the same sweep, that run goes on from its checkpoints, with what it had of what is not
-    given now. Ctrl-C saves every task and raises KeyboardInterrupt; the same call resumes.
+    given now. `shards` is a folder, maybe on another disk, for what does not fit into memory; by default that lies in
+    the run folder. Ctrl-C saves every task and raises KeyboardInterrupt; the same call resumes.
     """
     if not isinstance(sweep, Sweep):
         raise InputError(f"rota.run needs a rota.Sweep, not {type(sweep).__name__}; make one with rota.grid(...)")
     options = RunOptions(
         cluster=cluster,
         out=Path(out) if out is not None else None,
-        asked=Asked(strategy=strategy, objective=objective, profile=profile, retries=retries, strict=strict),
+        asked=Asked(
+            strategy=strategy,
+            objective=objective,
+            profile=profile,
+            retries=retries,
+            strict=strict,
+            shards=None if shards is None else str(Path(shards).absolute()),
+        ),
         progress=progress,
         retry_failed=retry_failed,
         allow_changes=allow_changes,
@@ -154,8 +165,12 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
         before = _before(RunFolder(options.out)) if options.out is not None and held else RunRecord()
         session = before.session
+        if options.out is not None:
+            _check_named(options.out, before, options)
         cluster, options, notes = _as_before(options, before)
         preflight.check_memory(cluster)
+        if cluster.manager == "local" and options.asked.shards and not Path(options.asked.shards).is_dir():
+            raise InputError(f"there is no folder {options.asked.shards} for --shards; make it, or mount its disk")
         # Workers that are taken over want to be heard at once, and wait longer for somebody who comes.
         loaded = load() if session and cluster.manager != "local" else None
         backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code, session=session)))
@@ -174,6 +189,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             folder.prepare()
             stack.enter_context(folder.held())
         record = _begin_or_resume(folder, source, cluster, options, backend)
+        backend.shards = record.shards
         if not all(task.state.ended for task in record.tasks.values()):
             _carry_out(folder, source.sweep, record, cluster, backend, options, ready.widths, [*notes, *ready.notes])
         _collect(folder, record)
@@ -263,13 +279,13 @@ def _begin_or_resume(
         seats = {} if options.allow_changes else _still_running(record, backend.taken_over())
         backend.keep(seats)
         kept = tuple({task: None for task, _ in seats.values()})
-        storage = _storage(options, record.name, before=record.storage)
+        places = _places(options, folder, record)
         event = RunResumed(
             retried=retried,
             devices=devices,
             session=backend.session,
             kept=kept,
-            storage=storage,
+            **places,
             asked=options.asked.plain(),
         )
     else:
@@ -281,7 +297,7 @@ def _begin_or_resume(
             tasks=tuple(describe(task) for task in source.sweep),
             devices=devices,
             session=backend.session,
-            storage=_storage(options, folder.path.name),
+            **_places(options, folder, record),
             asked=options.asked.plain(),
         )
     journal = Journal(folder.journal)
@@ -295,12 +311,64 @@ def _begin_or_resume(
     return record
 
 
-def _storage(options: RunOptions, name: str, *, before: str = "") -> str:
-    """The place of this run: never that of another with the same name, whose checkpoints it would take for its own."""
-    if not options.storage:
-        return before
-    root = options.storage.rstrip("/") if "://" in options.storage else str(Path(options.storage).absolute())
-    return before if before.startswith(f"{root}/") else f"{root}/{name}-{secrets.token_hex(4)}"
+_OF_RUN = re.compile(r"[^/]+-[0-9a-f]{8}")
+
+
+def _places(options: RunOptions, folder: RunFolder, before: RunRecord) -> dict[str, Any]:
+    """What a run has outside of its folder: never what another of the same name has, which it would take for its own.
+
+    Of what was before, that the user named.
+    """
+    fresh = f"{folder.path.resolve().name}-{secrets.token_hex(4)}"
+    storage, shards = before.storage, before.shards
+    if options.storage:
+        root = options.storage.rstrip("/") if "://" in options.storage else str(Path(options.storage).absolute())
+        if not _is_in(storage, root):
+            storage = f"{root}/{fresh}"
+    if root := options.asked.shards or "":
+        if not _knows(before):
+            shards = tuple(place for place in shards if _is_in(place, root))
+        own = Path(shards[0]).name if shards else fresh
+        shards = tuple(dict.fromkeys((str(Path(root) / own), *shards)))
+    return {
+        "storage": storage,
+        "shards": shards,
+        "seal": seal_of(_sealed(storage, options.asked, shards)),
+    }
+
+
+def _is_in(place: str, root: str) -> bool:
+    """Whether a place is one that rota made for a run right below a root."""
+    head, _, last = place.rpartition("/")
+    return head == root.rstrip("/") and _OF_RUN.fullmatch(last) is not None
+
+
+def _sealed(storage: str, asked: Asked, shards: tuple[str, ...]) -> tuple[str, ...]:
+    """All places that a run uses outside of its folder."""
+    return storage, asked.address, asked.shards or "", *shards
+
+
+def _knows(before: RunRecord) -> bool:
+    """Whether the places that a journal names were named by the user, on this machine."""
+    return is_sealed(_sealed(before.storage, Asked.of(before.asked), before.shards), before.seal)
+
+
+def _check_named(path: Path, before: RunRecord, options: RunOptions) -> None:
+    """InputError where only the journal says which place is used: nothing is fetched from there, or written."""
+    if _knows(before):
+        return
+    asked = options.asked if options.cluster is None else options.asked.on(options.cluster)
+    storage, address, shards = before.storage, Asked.of(before.asked).address, before.asked.get("shards")
+    for place, option, said in (
+        (storage, f"--storage {storage.rpartition('/')[0]}", options.storage),
+        (address, f"--cluster ray={address}", options.cluster or asked.cluster),
+        (shards or "".join(before.shards[:1]), f"--shards {shards or 'DIR'}", asked.shards),
+    ):
+        if place and not said:
+            raise InputError(
+                f"the journal of {path} names {place}, and you have not named that on this machine; a run folder of "
+                f"somebody else may name any place: if it is the run's, add {option}"
+            )
 
 
 def _collect(folder: RunFolder, record: RunRecord) -> None:
@@ -446,6 +514,8 @@ def _scheduled(
     from rota.execute.scheduled import Scheduled
     from rota.execute.solvers import ChildSolver
 
+    # Where shards go: how fast that disk is, is measured, too.
+    profile = Path(record.shards[0] if record.shards else folder.path) / PROFILE_FOLDER
     begin_s = backend.now_s()
     deadlines = {task.name: record.begin_s + task.deadline_s for task in pending if task.deadline_s is not None}
     with profile_progress() if options.progress else contextlib.nullcontext(lambda *told: None) as progress:
@@ -453,7 +523,7 @@ def _scheduled(
             replace(sweep, tasks=tuple(pending)),
             cluster=cluster,
             backend=backend,
-            folder=folder.path / PROFILE_FOLDER,
+            folder=profile,
             widths=widths,
             done={task.name: record.tasks[task.name].saved_step for task in pending},
             objective=options.objective,
@@ -462,7 +532,7 @@ def _scheduled(
             interrupted=controller.leaving,
             seconds=0.0,  # a better one is searched for while the first tasks run
         )
-    inside.remove(folder.path / PROFILE_FOLDER, inside.PROFILE)
+    inside.remove(profile, inside.PROFILE)
     for name, text in found.profile.notices:
         controller.note(f"{name}: {text}")
     if found.solved is None:

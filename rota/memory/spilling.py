@@ -98,6 +98,7 @@ class Spilling:
         self._gang = gang if gang is not None and gang.size > 1 else None
         self._rank = 0 if self._gang is None else self._gang.rank
         self._room = parts.room
+        inside.check_folder(self._room.folder)
         files.make_private_folder(self._room.folder)
         self._model = parts.model
         parts.room.building.finish(parts.model)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rota.report.format import duration
+from rota.report.format import duration, printable
 
 # A virtual clock starts at zero, and its times are no dates.
 _FIRST_DATE_S = 1e8
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def text(value: str) -> str:
     """Text as HTML, inside an element or a quoted attribute."""
-    return html.escape(_CONTROL.sub("�", value))
+    return html.escape(printable(value))
 
 
 def class_attribute(kind: str) -> str:

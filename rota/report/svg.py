@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rota.report import markup
 from rota.report.format import duration
 
 Point = tuple[float, float]
@@ -102,9 +102,9 @@ def line_chart(lines: Sequence[Line], *, label: str, x_label: str, name: str) ->
             marks.append(_end_mark(line, placed[-1]))
     note = f'<p class="note">Values up to {highest:.4g} are above the axis.</p>' if highest > y_high else ""
     return (
-        f'<svg class="chart" role="img" aria-label="{html.escape(label)}">'
+        f'<svg class="chart" role="img" aria-label="{markup.text(label)}">'
         f"{_y_axis(y_low, y_high)}{_x_axis(x_low, x_high)}"
-        f'<text class="axis-label" x="-48" y="100%" dy="1.5em">{html.escape(x_label)}</text>'
+        f'<text class="axis-label" x="-48" y="100%" dy="1.5em">{markup.text(x_label)}</text>'
         f'<svg class="plot" viewBox="0 0 {_SQUARE} {_SQUARE}" preserveAspectRatio="none" width="100%" height="100%">'
         f"{''.join(noise)}{''.join(curves)}</svg>{''.join(marks)}</svg>{note}"
     )
@@ -213,7 +213,7 @@ def _curve(line: Line, placed: Sequence[Point], *, identifier: str) -> str:
     strong = " strong" if line.strong else ""
     # The copy is wide and invisible, so that the pointer finds a thin line.
     return (
-        f'<g class="line {style_classes(line.style)}{strong}"><title>{html.escape(line.title)}</title>'
+        f'<g class="line {style_classes(line.style)}{strong}"><title>{markup.text(line.title)}</title>'
         f'<path id="{identifier}" d="{_path(placed)}"/><use class="hit" href="#{identifier}"/></g>'
     )
 
@@ -230,7 +230,7 @@ def _end_mark(line: Line, at: Point) -> str:
     shape = '<path d="M-3.5-3.5 3.5 3.5M-3.5 3.5 3.5-3.5"/>' if line.broken else '<circle r="3"/>'
     place = f'x="{_percent(at[0])}" y="{_percent(at[1])}" width="1" height="1"'
     return (
-        f'<svg class="mark {style_classes(line.style)}" {place}><title>{html.escape(line.title)}</title>{shape}</svg>'
+        f'<svg class="mark {style_classes(line.style)}" {place}><title>{markup.text(line.title)}</title>{shape}</svg>'
     )
 
 
@@ -271,7 +271,7 @@ def timeline(bars: Sequence[Bar], *, rows: Sequence[str], begin_s: float, end_s:
     height = pitch * len(rows)
     margin = min(14, max((len(row) for row in rows), default=0)) * 7 + 10
     return (
-        f'<svg class="timeline" role="img" aria-label="{html.escape(label)}" '
+        f'<svg class="timeline" role="img" aria-label="{markup.text(label)}" '
         f'style="height:{height}px;--labels:{margin}px">'
         '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<line x1="0" x2="0" y1="0" y2="6"/></pattern></defs>'
@@ -345,7 +345,7 @@ def _row_labels(rows: Sequence[str], *, pitch: int) -> str:
         text = row if len(row) <= 14 else f"{row[:13]}…"
         texts.append(
             f'<text x="-10" y="{pitch * number + pitch / 2:g}" dy=".32em">'
-            f"<title>{html.escape(row)}</title>{html.escape(text)}</text>"
+            f"<title>{markup.text(row)}</title>{markup.text(text)}</text>"
         )
     return f'<g class="axis y rows">{"".join(texts)}</g>'
 
@@ -364,7 +364,7 @@ def _bar(bar: Bar, clock: Clock, *, pitch: int) -> str:
     box = f'x="{_percent(begin)}" y="{top}" width="{_percent(max(end - begin, 0.001))}" height="{height}" rx="3"'
     hatch = f'<rect class="hatch" {box} fill="url(#hatch)"/>' if bar.end in ("lost", "failed") else ""
     return (
-        f'<g class="bar {style_classes(bar.style)} {bar.end}"><title>{html.escape(bar.title)}</title>'
+        f'<g class="bar {style_classes(bar.style)} {bar.end}"><title>{markup.text(bar.title)}</title>'
         f'<rect class="back" {box}/><rect class="fill" {box}/>{hatch}'
         f"{_bar_label(bar.label, begin, end, middle=top + height / 2) if pitch >= 24 else ''}</g>"
     )
@@ -383,7 +383,7 @@ def _bar_label(text: str, begin: float, end: float, *, middle: float) -> str:
         shown = text if len(text) <= room else f"{text[: room - 1]}…"
         if room >= min(_SHORTEST_LABEL, len(text)):
             at = f'x="{_percent(begin)}" dx="7" y="{middle:g}" dy=".34em"'
-            parts.append(f'<text class="{kind}" {at}>{html.escape(shown)}</text>')
+            parts.append(f'<text class="{kind}" {at}>{markup.text(shown)}</text>')
     return "".join(parts)
 
 

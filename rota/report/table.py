@@ -44,7 +44,7 @@ class Table:
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            return "<tr>" + "".join(f"<{tag}>{html.escape(printable(cell))}</{tag}>" for cell in cells) + "</tr>"
 
         body = "".join(line(row, "td") for row in self.rows)
         return f"<table><thead>{line(self.columns, 'th')}</thead><tbody>{body}</tbody></table>"

@@ -70,15 +70,18 @@ class Loop:
         memory_bytes: int = 0,
         seat: Seat | None = None,
         storage: str = "",
+        shards: tuple[Path, ...] = (),
     ) -> None:
         """`seat` is that of a task which shares devices with others, shard by shard.
 
-        `storage` is where its checkpoints and its model go beside the folder.
+        `storage` is where its checkpoints and its model go beside the folder, `shards` where what leaves memory lies
+        instead of the folder: the first, and what lies in the others is of before.
         """
         self._task = task
         self._seat = seat
         self._attempt = attempt
         self._folder = folder
+        self._shards = [place / STORE_FOLDER for place in (*shards, folder)]
         self._device = device
         self._outside = surroundings
         self._gang = gang
@@ -89,7 +92,7 @@ class Loop:
         self._writer: Saver = CheckpointWriter(
             folder / CHECKPOINT_FOLDER, done=self._written, mirror=self._mirror, has_room=limits.has_room_for
         )
-        self._room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes, gang=gang)
+        self._room = room_of(task, device=device, folder=self._shards[0].parent, memory_bytes=memory_bytes, gang=gang)
         self._while_running = contextlib.ExitStack()
         self._saved_at_s = time.perf_counter()
         self._saved_at_step = 0
@@ -183,7 +186,7 @@ class Loop:
             )
 
     def _latest(self, notice: Callable[[str], None] | None) -> Any:
-        """A whole checkpoint, or a commit of the store that shards are in; both only if one was not removed yet.
+        """A whole checkpoint, or a commit of a store that shards are in; several only if one was not removed yet.
 
         Without `notice` nothing is changed.
         """
@@ -191,11 +194,11 @@ class Loop:
         fetch = None if self._mirror is None else partial(self._mirror.fetch, folder)
         whole = checkpoint.read_latest(folder, notice=notice, fetch=fetch)
         tree = None if whole is None else whole.tree
-        if (self._folder / STORE_FOLDER).is_dir():
+        for shards in filter(Path.is_dir, self._shards):
             from rota.memory import keeping
 
             than = None if tree is None else int(tree["training"]["step"])
-            later = keeping.read_latest(self._folder / STORE_FOLDER, than=than, notice=notice or (lambda text: None))
+            later = keeping.read_latest(shards, than=than, notice=notice or (lambda text: None))
             tree = tree if later is None else later
         return tree
 
@@ -369,12 +372,12 @@ class Loop:
             self._notice(f"{written.error}; training goes on, and the checkpoint before it still stands")
 
     def _remove_other_checkpoints(self) -> None:
-        """A task that was switched has older ones of the other kind."""
+        """A task that was switched has older ones of the other kind, or elsewhere."""
         whole = isinstance(self._writer, CheckpointWriter)
-        if whole:
-            inside.remove(self._folder / STORE_FOLDER, inside.SHARDS)
-        else:
+        if not whole:
             inside.remove(self._folder / CHECKPOINT_FOLDER, inside.CHECKPOINTS)
+        for shards in self._shards if whole else self._shards[1:]:
+            inside.remove(shards, inside.SHARDS)
 
     def _interrupts_validation(self, step: int) -> bool:
         self._watch_step(f"validation after step {step}", step)

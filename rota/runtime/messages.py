@@ -30,6 +30,8 @@ class Train:
     """With it they seal what they say to each other."""
     storage: str = ""
     """Where checkpoints and the model go beside the folder: a URL."""
+    shards: tuple[str, ...] = ()
+    """The folders of what leaves memory, if that is not the task's own: the present one, and those before."""
 
 
 @register

@@ -230,6 +230,9 @@ class Worker:
         self._link.await_lease()
         try:
             inside.enter(folder)
+            shards = tuple(map(Path, command.shards))
+            for place in shards:
+                inside.check_task(place)
             owning = contextlib.nullcontext() if follows else _owning(folder)
             output = folder / output_file(command.rank)
             with owning, _output_to(output), preserved(), _memory_limit(self._settings):
@@ -246,6 +249,7 @@ class Worker:
                     memory_bytes=self._settings.memory_bytes,
                     seat=_seat_of(self._settings),
                     storage=command.storage,
+                    shards=shards,
                 )
                 outcome = loop.run()
                 if follows:

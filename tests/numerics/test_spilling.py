@@ -71,7 +71,7 @@ class Listening(Surroundings):
             self.from_step = report.from_step
 
 
-def train(task, folder, surroundings, attempt=1, memory_bytes=MEMORY):
+def train(task, folder, surroundings, attempt=1, memory_bytes=MEMORY, shards=()):
     return Loop(
         task,
         attempt=attempt,
@@ -79,6 +79,7 @@ def train(task, folder, surroundings, attempt=1, memory_bytes=MEMORY):
         device=torch.device("cpu"),
         surroundings=surroundings,
         memory_bytes=memory_bytes,
+        shards=shards,
     ).run()
 
 
@@ -267,6 +268,29 @@ def test_halting_after_every_few_batches_changes_nothing(task, tmp_path, tight):
         assert (tmp_path / "shards").exists() is (strategy != "single")
     assert attempt >= 4
     assert_equals_plain(task, tmp_path, rows)
+
+
+def test_shards_go_where_the_user_says_and_are_found_where_they_were(tmp_path, tight):
+    """In the run folder, on one disk, on another one, in none while the task does not spill, and in that again."""
+    task, rows = TASKS["accumulation"], {}
+    tight["room"] = 3
+    run, one, two = tmp_path / "run", tmp_path / "one" / "run", tmp_path / "two" / "run"
+    ways = [((), spill(shards=2)), ((one,), spill(shards=3)), ((two, one), spill(shards=2)), ((two, one), "single")]
+    ways.append(((two, one), spill(shards=2)))
+    for attempt, (shards, strategy) in enumerate(ways, 1):
+        last = attempt == len(ways)
+        surroundings = Listening(halt_after=None if last else 3)
+        outcome = train(replace(task, strategy=strategy), run, surroundings, attempt, 20_000, shards)
+        assert isinstance(outcome, Finished if last else Halted)
+        assert (surroundings.from_step > 0) is (attempt > 1)
+        for step, row in surroundings.rows.items():
+            rows.setdefault(step, {"step": step}).update(row)
+        where = None if strategy == "single" else (*shards, run)[0]
+        assert [(place / "shards").exists() for place in (run, one, two)] == [
+            place == where for place in (run, one, two)
+        ]
+    assert_equals_plain(task, run, rows)
+    assert not [path for place in (one, two) for path in place.rglob(".*")]
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(8, marks=[pytest.mark.deep, pytest.mark.timeout(600)])])

@@ -52,6 +52,8 @@ class LocalBackend:
 
     session = ""
     """By which workers that outlive their controller are found again; here they end with it."""
+    shards: tuple[str, ...] = ()
+    """Of the run (`RunRecord.shards`)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._devices = {device.name: device for device in cluster.devices}
@@ -79,7 +81,8 @@ class LocalBackend:
 
     def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path, storage: str = "") -> None:
         """Send the task to the workers of its devices, starting those that are not there."""
-        self._send(devices, task, partial(Train, storage=storage), attempt=attempt, folder=folder)
+        shards = tuple(f"{place}/{task.name}" for place in self.shards)
+        self._send(devices, task, partial(Train, storage=storage, shards=shards), attempt=attempt, folder=folder)
 
     def try_out(self, devices: Sequence[str], task: Task, *, number: int, folder: Path) -> None:
         """Have the workers of some devices time a few steps of a task."""
