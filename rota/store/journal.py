@@ -147,6 +147,9 @@ def _decoded(path: Path, query: str, arguments: tuple[Any, ...]) -> Iterator[tup
                 for row in chunk:
                     yield _checked(*row)
     except MessageError as error:
-        raise StoreError(f"the journal {path} cannot be understood: {error}") from error
+        raise StoreError(
+            f"the journal {path} cannot be understood: {error}; use the version of rota that wrote it, or, if it was "
+            "altered, restore it from a backup"
+        ) from error
     finally:
         connection.close()

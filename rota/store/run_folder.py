@@ -10,6 +10,7 @@
         model.safetensors             the trained model
         output.log                    what the task's own code printed
         lock                          held by the worker that trains it
+        shards/                       what left memory, and its commits; elsewhere with --shards
         checkpoints/checkpoint-N/     tensors.safetensors, state.json, commit.json
 """
 

@@ -54,19 +54,21 @@ def expected_model(*, devices):
         torch.set_num_threads(before)
 
 
-def wait_for_commit(record):
+def wait_for_commit(folder, record):
     deadline_s = time.monotonic() + 90
-    while not record.exists():
+    while not list(folder.glob(record)):
         assert time.monotonic() < deadline_s, "nothing was committed"
         time.sleep(0.02)
 
 
 @pytest.mark.timeout(240)
 def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, tmp_path):
-    file = sweep_file(text=SWEEP)
-    arguments = ("run", file, "--out", tmp_path / "run", "--devices", "1", "--memory", "200MiB")
+    """With its shards in another folder, as if on another disk."""
+    file, disk = sweep_file(text=SWEEP), tmp_path / "disk"
+    disk.mkdir()
+    arguments = ("run", file, "--out", tmp_path / "run", "--devices", "1", "--memory", "200MiB", "--shards", "disk")
     process = cli.start(*arguments)
-    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
+    wait_for_commit(disk, "run-*/wide/shards/commit.json")
     for worker in cli.workers(process):
         os.kill(worker.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=150)
@@ -82,6 +84,10 @@ def test_it_trains_and_survives_kill_9_and_is_the_plain_model(cli, sweep_file, t
     apart = {name: float((trained[name] - value).abs().max()) for name, value in state.items()}
     assert not any(apart.values()), (apart, err)
     assert not (tmp_path / "run" / "tasks" / "wide" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "tasks" / "wide" / "shards").exists()
+    (place,) = disk.iterdir()
+    assert [path.name for path in place.rglob("*") if path.is_dir()] == ["wide", "shards"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (place, *place.rglob("*")))
 
 
 @pytest.mark.timeout(240)
@@ -145,7 +151,7 @@ def test_tasks_that_share_devices_shard_by_shard_are_the_plain_ones(cli, sweep_f
     file = sweep_file(text=SWEEP + POOL)
     arguments = ("--devices", "2", "--memory", "60MiB", "--strategy", "pool", "--out", tmp_path / "run")
     process = cli.start("run", file, *arguments)
-    wait_for_commit(tmp_path / "run" / "tasks" / "b" / "shards" / "commit.json")
+    wait_for_commit(tmp_path, "run/tasks/b/shards/commit.json")
     os.kill(cli.workers(process)[-1].pid, signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
@@ -175,7 +181,7 @@ def test_devices_that_share_the_samples_spill(cli, sweep_file, tmp_path):
     strategy = "data(2) * spill(shards=6)"
     arguments = ("--devices", "2", "--memory", "84MiB", "--strategy", strategy, "--out", tmp_path / "run")
     process = cli.start("run", file, *arguments)
-    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
+    wait_for_commit(tmp_path, "run/tasks/wide/shards/commit.json")
     os.kill(cli.workers(process)[-1].pid, signal.SIGKILL)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
@@ -231,7 +237,7 @@ def test_a_resumed_run_has_the_devices_the_memory_and_the_strategy_that_it_was_b
     file = sweep_file(text=SWEEP.replace("steps=12", "steps=20"))
     options = ("--devices", "1", "--memory", "200MiB", "--strategy", "spill", "--retries", "1")
     process = cli.start("run", file, "--out", "run", *options)
-    wait_for_commit(tmp_path / "run" / "tasks" / "wide" / "shards" / "commit.json")
+    wait_for_commit(tmp_path, "run/tasks/wide/shards/commit.json")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
