@@ -36,10 +36,10 @@ def _remembered_graph(parts, batch):
 class Remembering(Footprints):
     """Measures what no test before has measured."""
 
-    def of(self, segment):
-        key = self._plain, likeness(self._refined, segment)
+    def of(self, segment, strides=()):
+        key = self._plain, likeness(self._refined, segment), *strides
         if key not in FOOTPRINTS:
-            FOOTPRINTS[key] = super().of(segment)
+            FOOTPRINTS[key] = super().of(segment, strides)
         return FOOTPRINTS[key]
 
 
