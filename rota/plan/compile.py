@@ -64,7 +64,7 @@ def _compile(plan: Plan, *, reference: bool) -> Program:
     safe_point()
     nodes = order_nodes(plan, drafts, nodes)
     safe_point()
-    return builder.program(nodes)
+    return builder.program(nodes, reference=reference)
 
 
 @dataclass
@@ -289,7 +289,7 @@ class _Builder:
 
     # ---- the program ----
 
-    def program(self, nodes: list[Node]) -> Program:
+    def program(self, nodes: list[Node], *, reference: bool) -> Program:
         """With what is freed when, and where everything ends up."""
         gradients = self._parameter_gradients()
         results, updates = self._results()
@@ -305,6 +305,8 @@ class _Builder:
         }
         return Program(
             refined=self.plan.refined,
+            plan=self.plan.copied(),
+            reference=reference,
             devices=self.plan.devices,
             microbatches=self.micro,
             segments=tuple(draft.segment for draft in self.drafts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -175,6 +176,16 @@ class Plan:
         """The groups that a part is in."""
         return self._groups.get(part, ())
 
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The groups that are computed again for the backward pass."""
+        return frozenset(self._recomputed)
+
+    @property
+    def preferred(self) -> tuple[tuple[At, At], ...]:
+        """The orders that are left out where the data flow contradicts them."""
+        return tuple(self._preferred)
+
     def is_recomputed(self, part: Part) -> bool:
         """Whether a part is computed again for the backward pass."""
         return not self._recomputed.isdisjoint(self.groups_of(part))
@@ -195,6 +206,21 @@ class Plan:
         else:
             for one in target:
                 self.assign(one, device)
+
+    def restore(self, parts: Mapping[Part, tuple[int, tuple[int, ...]]], recomputed: Iterable[int]) -> None:
+        """Have these parts, each on its device and in its groups, and these groups computed again."""
+        for part in parts:
+            frame = self.refined.frames[self._known(part.op)]
+            for dim, (start, stop) in part.ranges:
+                self._cuttable(part, frame, dim)
+                if not 0 <= start < stop <= frame.dims[dim].size:
+                    raise CutError(f"{part} cannot be, because {dim} has {frame.dims[dim].size}")
+        self._parts, self._device = {op: [] for op in self._op}, {}
+        for part, (device, _) in parts.items():
+            self._parts[part.op].append(part)
+            self.assign(part, device)
+        self._groups = {part: tuple(groups) for part, (_, groups) in parts.items() if groups}
+        self._recomputed = set(recomputed)
 
     def order(self, first: Target | At, *, before: Target | At) -> None:
         """Run one before the other, at every micro-batch unless `At` names one."""
@@ -257,6 +283,16 @@ class Plan:
         if memory_bytes is not None:
             _check_count(memory_bytes, "memory_bytes")
         return compile_plan(self, memory_bytes=memory_bytes, reference=reference)
+
+    def copied(self) -> Plan:
+        """The same plan, which does not change when this one does."""
+        made = copy.copy(self)
+        made.stored, made.gathered_for_use = dict(self.stored), set(self.gathered_for_use)
+        made._ordered, made._preferred, made.notes = [*self._ordered], [*self._preferred], [*self.notes]
+        made._groups, made._recomputed = dict(self._groups), set(self._recomputed)
+        made._parts = {op: [*parts] for op, parts in self._parts.items()}
+        made._device = dict(self._device)
+        return made
 
     # ---- helpers ----
 

@@ -20,6 +20,7 @@ from rota.plan.microbatches import Microbatches
 
 if TYPE_CHECKING:
     from rota.plan.costs import Costs
+    from rota.plan.plan import Plan
     from rota.plan.simulate import Simulation
 
 ONCE = -1
@@ -168,6 +169,10 @@ class Program:
     """What all devices do in one step."""
 
     refined: Refined = field(repr=False)
+    plan: Plan = field(repr=False, compare=False)
+    """What it was compiled from, as it was then."""
+    reference: bool = field(default=False, repr=False)
+    """Whether it uses only slices, sends and sums."""
     devices: int
     microbatches: Microbatches = field(repr=False)
     segments: tuple[Segment, ...] = field(repr=False)
@@ -204,7 +209,7 @@ class Program:
         return simulate(self, costs)
 
     def to_json(self) -> str:
-        """The program as text, without its graph; `rota.plan.serial.from_json` reads it."""
+        """The plan and the program as text, without the graph; `rota.plan.serial.from_json` reads it."""
         from rota.plan.serial import to_json
 
         return to_json(self)

@@ -1,4 +1,9 @@
-"""Programs as JSON and back: boxes, steps and values in tables, so that micro-batches cost little."""
+"""Programs as JSON and back.
+
+The file has the plan, and what it compiles to: boxes, steps and values in tables, so that micro-batches cost little.
+Reading compiles the plan again. So nothing that is derived is taken from the file, and a file that says anything else
+than what its plan compiles to is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,21 @@ import importlib
 import json
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from rota.errors import InputError, RotaError
 from rota.graph.graph import Graph
 from rota.graph.refine import Refined, refine
 from rota.graph.rewrite import repeated
-from rota.plan.box import WHOLE_VALUE, Box
-from rota.plan.check import check
-from rota.plan.layout import Kind, Layout, Piece, Step
-from rota.plan.microbatches import microbatches_of
-from rota.plan.plan import Plan
-from rota.plan.program import (
-    ONCE,
-    Call,
-    Entry,
-    Exit,
-    FlowInfo,
-    Node,
-    NodeKind,
-    Program,
-    Result,
-    Segment,
-    Source,
-    Value,
-)
+from rota.plan.box import WHOLE_VALUE, Box, Share
+from rota.plan.compile import compile_plan
+from rota.plan.layout import Piece, Step
+from rota.plan.plan import At, Part, Plan
+from rota.plan.program import FlowInfo, Node, Program, Segment, Value
 
-_VERSION = 1
+_VERSION = 2
+_MOST = 200
+"""Characters of what is told of an error or of a value."""
 
 
 def digest(graph: Graph) -> str:
@@ -53,19 +46,41 @@ def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Progra
         data = json.loads(text)
         version, of_graph = data["version"], data["graph"]
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"this is not a program: {error}") from error
+        raise InputError(f"this is not a program: {_short(error)}") from error
     if version != _VERSION:
-        raise InputError(f"the program is in format {version} and this rota reads {_VERSION}; compile it again")
+        raise InputError(
+            f"the program is in format {_cut(repr(version))} and this rota reads {_VERSION}; compile the plan again"
+        )
     if of_graph != digest(graph):
         graph, refined = _rewritten(graph, data), None
     if of_graph != digest(graph):
         raise InputError("the program belongs to another graph; compile the plan again for this one")
     try:
-        program = _Reader(data).program(refine(graph) if refined is None else refined)
-        check(program)
-    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RotaError) as error:
-        raise InputError(f"the program was altered or damaged ({error}); compile the plan again") from error
+        plan = _read_plan(data, graph, refined)
+        program = compile_plan(plan, reference=data["reference"])
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RotaError) as error:
+        raise InputError(f"the program was altered or damaged ({_short(error)}); compile the plan again") from error
+    derived = _Writer().program(program)
+    changed = [key for key in sorted({*data, *derived}) if _text(data.get(key)) != _text(derived.get(key))]
+    if changed:
+        raise InputError(
+            f"the program was altered or damaged, or another version of rota wrote it (its {', '.join(changed)} "
+            "should be what its plan compiles to); compile the plan again"
+        )
     return program
+
+
+def _text(value: Any) -> str:
+    """JSON in one form: it tells 1 from 1.0 and from true."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _short(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else _cut(" ".join(str(error).split()))
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _MOST else f"{words[:_MOST]}..."
 
 
 def _rewritten(graph: Graph, data: dict[str, Any]) -> Graph:
@@ -94,6 +109,8 @@ class _Writer:
             "devices": program.devices,
             "notes": program.notes,
             "microbatches": program.microbatches.count,
+            "plan": _plain_plan(program.plan),
+            "reference": program.reference,
             "known_boxes": len(program.boxes),
             "segments": [self.segment(one) for one in program.segments],
             "flows": [self.flow(one) for one in program.flows],
@@ -110,10 +127,7 @@ class _Writer:
                 for name, pieces in program.updates.items()
             },
         }
-        found["boxes"] = [
-            [list(map(list, box.ranges)), *([] if box.share is WHOLE_VALUE else map(str, box.share))]
-            for box in self.boxes
-        ]
+        found["boxes"] = [_plain_box(box) for box in self.boxes]
         found["steps"] = self.step_list
         found["values"] = [list(value) for value in self.values]
         return found
@@ -183,121 +197,90 @@ class _Writer:
         ]
 
 
-class _Reader:
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.data = data
-        self.boxes = [_box(one) for one in data["boxes"]]
-        self.values = [Value(*one) for one in data["values"]]
-        self.steps = [
-            Step(kind=Kind(kind), inputs=self.layout(inputs), outputs=self.layout(outputs))
-            for kind, inputs, outputs in data["steps"]
-        ]
-
-    def program(self, refined: Refined) -> Program:
-        data = self.data
-        plan = Plan(refined.graph, devices=data["devices"], microbatches=data["microbatches"], refined=refined)
-        self.microbatches = microbatches_of(plan)
-        return Program(
-            refined=refined,
-            devices=data["devices"],
-            microbatches=self.microbatches,
-            segments=tuple(self.segment(i, one) for i, one in enumerate(data["segments"])),
-            nodes=tuple(self.node(one) for one in data["nodes"]),
-            frees=tuple(tuple((device, self.values[value]) for device, value in one) for one in data["frees"]),
-            boxes=tuple(self.boxes[: data["known_boxes"]]),
-            flows=tuple(self.flow(one) for one in data["flows"]),
-            stored={name: self.layout(layout) for name, layout in data["stored"].items()},
-            gradients={
-                name: {(d, self.boxes[box]): tuple(self.values[v] for v in values) for d, box, values in pieces}
-                for name, pieces in data["gradients"].items()
-            },
-            results={
-                name: Result(device=device, value=self.values[value])
-                for name, (device, value) in data["results"].items()
-            },
-            updates={
-                name: {(d, self.boxes[box]): self.values[value] for d, box, value in pieces}
-                for name, pieces in data["updates"].items()
-            },
-            notes=tuple(map(str, data["notes"])),
-        )
-
-    def layout(self, pieces: list[list[int]]) -> Layout:
-        return tuple(Piece(device=device, box=self.boxes[box]) for device, box in pieces)
-
-    def _value(self, number: int | None) -> Value | None:
-        return None if number is None else self.values[number]
-
-    def segment(self, index: int, data: dict[str, Any]) -> Segment:
-        return Segment(
-            index=index,
-            device=data["device"],
-            context=data["context"],
-            grad=data["grad"],
-            recompute=data["recompute"],
-            calls=tuple(
-                Call(
-                    op=op,
-                    ranges={k: (v[0], v[1]) for k, v in ranges.items()},
-                    reads=tuple(reads),
-                    makes=tuple(makes),
-                    shifted=shifted,
-                    offsets=None if data["context"] == ONCE else self.microbatches.offsets_of(op),
-                )
-                for op, ranges, reads, makes, shifted in data["calls"]
-            ),
-            entries=tuple(
-                Entry(
-                    slot=slot,
-                    tensor=tensor,
-                    box=self.boxes[box],
-                    source=Source(source),
-                    coordinate=coordinate,
-                    grad=grad,
-                    again=again,
-                )
-                for slot, tensor, box, source, coordinate, grad, again in data["entries"]
-            ),
-            exits=tuple(
-                Exit(slot=slot, tensor=tensor, box=self.boxes[box], grad=grad)
-                for slot, tensor, box, grad in data["exits"]
-            ),
-            slots=data["slots"],
-            drops=tuple(tuple(one) for one in data["drops"]),
-        )
-
-    def flow(self, data: dict[str, Any]) -> FlowInfo:
-        return FlowInfo(
-            tensor=data["tensor"],
-            name=data["name"],
-            backward=data["backward"],
-            source=self.layout(data["source"]),
-            target=self.layout(data["target"]),
-            context=data["context"],
-            crossing=data["crossing"],
-            steps=tuple(self.steps[step] for step in data["steps"]),
-            why=data["why"],
-        )
-
-    def node(self, data: list[Any]) -> Node:
-        kind, microbatch, devices, segment, flow, step, reads, makes, gradients, adds, seeds = data
-        return Node(
-            kind=NodeKind(kind),
-            microbatch=microbatch,
-            devices=tuple(devices),
-            segment=segment,
-            flow=flow,
-            step=None if step is None else self.steps[step],
-            reads=tuple(self._value(value) for value in reads),
-            makes=tuple(self.values[value] for value in makes),
-            gradients=tuple(tuple(self.values[value] for value in values) for values in gradients),
-            adds=tuple(self._value(value) for value in adds),
-            seeds=tuple(seeds),
-        )
+def _plain_box(box: Box) -> list[Any]:
+    return [list(map(list, box.ranges)), *(map(str, box.share) if box.is_partial else [])]
 
 
-def _box(data: list[Any]) -> Box:
+def _read_box(data: list[Any]) -> Box:
     ranges = tuple((start, stop) for start, stop in data[0])
-    if len(data) == 1:
-        return Box(ranges=ranges)
-    return Box(ranges=ranges, share=(Fraction(data[1]), Fraction(data[2])))
+    return Box(ranges=ranges, share=_read_share(*data[1:])) if len(data) > 1 else Box(ranges=ranges)
+
+
+def _read_share(low: str, high: str) -> Share:
+    share = Fraction(low), Fraction(high)
+    return WHOLE_VALUE if share == WHOLE_VALUE else share
+
+
+# ---- plans ----
+
+
+def _plain_plan(plan: Plan) -> dict[str, Any]:
+    """What the plan decides."""
+    number = {part: i for i, part in enumerate(_parts(plan))}
+
+    def moments(edges: Iterable[tuple[At, At]]) -> list[Any]:
+        return [[[number[at.part], at.microbatch, at.backward] for at in edge] for edge in edges]
+
+    preferred = plan.preferred
+    return {
+        "devices": plan.devices,
+        "microbatches": plan.microbatches,
+        "backward": plan.backward,
+        "parts": [
+            [
+                part.op,
+                [[dim, list(one)] for dim, one in part.ranges],
+                [str(edge) for edge in part.share],
+                part.replica,
+                plan.device_of(part),
+                plan.groups_of(part),
+            ]
+            for part in _parts(plan)
+        ],
+        "recomputed": sorted(plan.recomputed),
+        "stored": {
+            name: [[piece.device, _plain_box(piece.box)] for piece in layout] for name, layout in plan.stored.items()
+        },
+        "gathered_for_use": sorted(plan.gathered_for_use),
+        "orders": moments(plan.order_edges[: len(plan.order_edges) - len(preferred)]),
+        "preferred": moments(preferred),
+        "notes": plan.notes,
+    }
+
+
+def _parts(plan: Plan) -> list[Part]:
+    return [part for op in plan.graph.ops for part in plan.parts(op)]
+
+
+def _read_plan(data: dict[str, Any], graph: Graph, refined: Refined | None) -> Plan:
+    of_plan = data["plan"]
+    for name in ("devices", "microbatches"):  # before anything is made of so many
+        if data[name] != of_plan[name]:
+            raise ValueError(f"it has {data[name]!r} {name} and its plan {of_plan[name]!r}")
+    plan = Plan(
+        graph,
+        devices=of_plan["devices"],
+        microbatches=of_plan["microbatches"],
+        backward=of_plan["backward"],
+        refined=refine(graph) if refined is None else refined,
+    )
+    parts: dict[Part, tuple[int, tuple[int, ...]]] = {}
+    for op, ranges, share, replica, device, groups in of_plan["parts"]:
+        cuts = tuple((dim, (start, stop)) for dim, (start, stop) in ranges)
+        part = Part(op=op, ranges=cuts, share=_read_share(*share), replica=replica)
+        parts[part] = (device, tuple(groups))
+    plan.restore(parts, of_plan["recomputed"])
+    for name, layout in of_plan["stored"].items():
+        gather: Literal["step", "use"] = "use" if name in of_plan["gathered_for_use"] else "step"
+        plan.store(name, tuple(Piece(device=device, box=_read_box(box)) for device, box in layout), gather=gather)
+    of_number = list(parts)
+
+    def moment(number: int, microbatch: int | None, backward: bool) -> At:
+        return At(part=of_number[number], microbatch=microbatch, backward=backward)
+
+    for first, second in of_plan["orders"]:
+        plan.order(moment(*first), before=moment(*second))
+    for first, second in of_plan["preferred"]:
+        plan.prefer(moment(*first), before=moment(*second))
+    plan.notes += of_plan["notes"]
+    return plan

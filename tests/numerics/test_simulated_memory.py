@@ -130,7 +130,7 @@ def lstm():
         out=nn.Linear(32, 64),
     )
     tokens = torch.randint(0, 64, (BATCH, 13))
-    return model, (tokens[:, :-1], tokens[:, 1:]), classes
+    return model, (tokens[:, :-1].clone(), tokens[:, 1:].clone()), classes
 
 
 def tied():
@@ -153,7 +153,7 @@ def encoder_decoder():
         out=nn.Linear(32, 64),
     )
     source, target = torch.randint(0, 64, (BATCH, 9)), torch.randint(0, 64, (BATCH, 12))
-    return model, (source, target[:, :-1], target[:, 1:]), classes
+    return model, (source, target[:, :-1].clone(), target[:, 1:].clone()), classes
 
 
 def recycling():
