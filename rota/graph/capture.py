@@ -9,7 +9,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from rota.errors import CaptureError
 from rota.graph.batch import check_leaves, leaves_of, skeleton_of, with_tensors
+from rota.graph.checkpointed import marking
 from rota.graph.functional import Builder, module_of
 from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
@@ -40,14 +41,15 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     """
     _check_hooks(model)
     try:
-        return _build(_export(model, batch, loss), model, batch, notes=())
+        exported, notes = _export(model, batch, loss)
+        return _build(exported, model, batch, notes=notes)
     except CaptureError:
         if not model.training or any(map(_has_statistics, model.modules())):
             raise  # in eval mode a norm would use other statistics
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        exported = _export(model, batch, loss)
+        exported, notes = _export(model, batch, loss)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -56,7 +58,7 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
         "the model branches on values in train mode, so it was captured in eval mode with its dropout turned on; "
         "layer drop and dropout inside of attention are left out"
     )
-    return _build(exported, model, batch, notes=(note,))
+    return _build(exported, model, batch, notes=(note, *notes))
 
 
 class _Step(torch.nn.Module):
@@ -82,13 +84,14 @@ class _Step(torch.nn.Module):
         return outputs | assigned
 
 
-def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> torch.export.ExportedProgram:
+def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+    """What was traced, and what of it the user should know."""
     step = _Step(model, loss, lambda tensors: with_tensors(batch, tensors))
     step.training = model.training
     try:
         check_leaves(batch)
-        with _quietly(), _refusing_own_gradients(), traceable_losses():
-            return torch.export.export(step, (_inputs(batch),), strict=False)
+        with _quietly(), _refusing_own_gradients(), traceable_losses(), marking() as notes:
+            return torch.export.export(step, (_inputs(batch),), strict=False), tuple(notes)
     except Exception as error:  # whatever the model's code or torch.export raises
         raise CaptureError(f"the model cannot be captured: {_reason(error)}") from error
 
@@ -207,6 +210,7 @@ def _build(
     updates = builder.updates() | {
         aliases.get(name.removeprefix(_ASSIGNED), name.removeprefix(_ASSIGNED)): new for name, new in assigned.items()
     }
+    _check_updates(builder, updates)
     graph = Graph(
         tensors=builder.tensors,
         ops=tuple(builder.ops),
@@ -220,6 +224,18 @@ def _build(
         notes=notes,
     )
     return normalise(graph)
+
+
+def _check_updates(builder: Builder, updates: Mapping[str, str]) -> None:
+    """PyTorch runs a checkpoint twice, and so updates twice what is in it; a graph runs once."""
+    inside = {name for op in builder.ops if op.checkpoint for name in op.outputs}
+    for buffer, new in updates.items():
+        if new in inside:
+            raise CaptureError(
+                f"the model cannot be captured: it updates {buffer} inside of torch.utils.checkpoint, and PyTorch does "
+                "that once more when it computes it again; leave this module out of the checkpoint, or train it on one "
+                "device, as it is"
+            )
 
 
 def _outputs(exported: torch.export.ExportedProgram, builder: Builder) -> tuple[dict[str, str], dict[str, float]]:

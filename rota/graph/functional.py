@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from rota.errors import CaptureError
+from rota.graph.checkpointed import checkpoint_of
 from rota.graph.graph import Op, Ref, Role, Tensor, refs
 
 # They check or copy what cannot change.
@@ -328,6 +329,7 @@ class Builder:
                 module=module_of(node),
                 with_grad=self._mode.with_grad,
                 autocast=self._mode.autocast,
+                checkpoint=checkpoint_of(node),
             )
         )
 

@@ -71,6 +71,8 @@ class Op:
     """False inside of torch.no_grad."""
     autocast: str = ""
     """The dtype of the torch.autocast that it is in, if any."""
+    checkpoint: int = 0
+    """The number of the torch.utils.checkpoint that it is in; 0 if it is in none."""
 
     def bind(self, value_of: Callable[[str], Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with each reference replaced by what `value_of` gives for it."""

@@ -92,6 +92,9 @@ class Plan:
         self._replaced: dict[Part, list[Part]] = {}
         """part that was cut or copied -> what it became"""
         self._op = {op.name: op for op in graph.ops}
+        self._checkpoints: frozenset[int] = frozenset()
+        """The groups that the model itself has inside of torch.utils.checkpoint."""
+        self._follow_checkpoints()
         self._check_microbatches()
 
     # ---- what there is ----
@@ -175,6 +178,23 @@ class Plan:
     def groups_of(self, part: Part) -> tuple[int, ...]:
         """The groups that a part is in."""
         return self._groups.get(part, ())
+
+    def _follow_checkpoints(self) -> None:
+        regions: dict[int, list[Op]] = {}
+        for op in self.graph.ops:
+            if op.checkpoint:
+                regions.setdefault(op.checkpoint, []).append(op)
+        for ops in regions.values():
+            self.recompute(ops)
+        self._checkpoints = frozenset(self._recomputed)
+
+    def forget_checkpoints(self) -> None:
+        """Do not compute again what the model has inside of torch.utils.checkpoint."""
+        kept = {
+            part: tuple(one for one in groups if one not in self._checkpoints) for part, groups in self._groups.items()
+        }
+        self._groups = {part: groups for part, groups in kept.items() if groups}
+        self._recomputed -= self._checkpoints
 
     @property
     def recomputed(self) -> frozenset[int]:

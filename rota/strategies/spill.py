@@ -107,6 +107,7 @@ def on_the_first(graph: Graph, shards: int, *, recomputed: Collection[int], repl
 def in_shards(plan: Plan, shards: int, *, recomputed: Collection[int]) -> Plan:
     """A plan whose segments are shards."""
     graph = plan.graph
+    plan.forget_checkpoints()  # which shards are computed again is for the memory that there is to say
     for number, shard in enumerate(shards_of(graph, shards)):
         ops = graph.ops[shard.start : shard.stop]
         if number in recomputed:
