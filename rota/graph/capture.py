@@ -210,6 +210,11 @@ def _build(
     updates = builder.updates() | {
         aliases.get(name.removeprefix(_ASSIGNED), name.removeprefix(_ASSIGNED)): new for name, new in assigned.items()
     }
+    if model.training and not builder.tensors[outputs["loss"]].requires_grad:
+        raise CaptureError(
+            "the model cannot be captured: its loss has no gradient, so that nothing would be trained; compute it from "
+            "what trained parameters (requires_grad) make, without detach(), no_grad() or rounding in between"
+        )
     _check_updates(builder, updates)
     graph = Graph(
         tensors=builder.tensors,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from rota.errors import CycleError
 from rota.graph.cost import work_of
 from rota.plan.plan import At, Part, Plan
 from rota.plan.program import ONCE, Node, NodeKind, Segment, Value
-from rota.plan.segments import Draft, find_cycle
+from rota.plan.segments import Draft, contradiction, find_cycle
 
 _EXCHANGE_COST = 1.0
 
@@ -88,9 +89,9 @@ def order_nodes(plan: Plan, drafts: list[Draft], nodes: list[Node]) -> list[Node
     if len(found) < len(nodes):
         left = {i for i, number in enumerate(waiting) if number > 0}
         cycle = find_cycle(left, lambda index: [other for other in follows[index] if other in left])
+        wished = set(_wished(plan, drafts, *_tables(nodes)))
         raise CycleError(
-            "the order contradicts itself or the data flow: "
-            + " -> ".join(_name(nodes[index], drafts) for index in cycle)
+            contradiction([_name(nodes[index], drafts) for index in cycle], [one in wished for one in pairwise(cycle)])
         )
     return found
 
@@ -109,15 +110,10 @@ def _edges(
 ) -> tuple[list[list[int]], list[int], dict[int, list[int]]]:
     """Who waits for whom, and for each node the exchanges of stored values that are put off until it needs them."""
     writers: dict[tuple[int, Value], list[int]] = {}
-    forward: dict[tuple[int, int], int] = {}
-    backward: dict[tuple[int, int], int] = {}
     for index, node in enumerate(nodes):
         for key in written(node):
             writers.setdefault(key, []).append(index)
-        if node.kind is NodeKind.FORWARD:
-            forward[(node.segment, node.microbatch)] = index
-        elif node.kind is NodeKind.BACKWARD:
-            backward[(node.segment, node.microbatch)] = index
+    forward, backward = _tables(nodes)
     follows: list[list[int]] = [[] for _ in nodes]
     waiting = [0] * len(nodes)
 
@@ -147,9 +143,19 @@ def _edges(
     return follows, waiting, lazy
 
 
-def _wished(
-    plan: Plan, drafts: list[Draft], forward: dict[tuple[int, int], int], backward: dict[tuple[int, int], int]
-) -> Iterator[tuple[int, int]]:
+_Table = dict[tuple[int, int], int]
+"""A segment and a micro-batch -> the node that runs it."""
+
+
+def _tables(nodes: list[Node]) -> tuple[_Table, _Table]:
+    """Forward and backward."""
+    tables: dict[NodeKind, _Table] = {kind: {} for kind in NodeKind}
+    for index, node in enumerate(nodes):
+        tables[node.kind][(node.segment, node.microbatch)] = index
+    return tables[NodeKind.FORWARD], tables[NodeKind.BACKWARD]
+
+
+def _wished(plan: Plan, drafts: list[Draft], forward: _Table, backward: _Table) -> Iterator[tuple[int, int]]:
     if not plan.order_edges:
         return
     of_part: dict[Part, list[Segment]] = {}
@@ -170,7 +176,10 @@ def _wished(
         one, other = nodes_of(first), nodes_of(second)
         for moment, found in ((first, one), (second, other)):
             if not found:
-                raise CycleError(f"{moment.part} cannot be ordered: it has no {_pass(moment)} pass in this plan")
+                raise CycleError(
+                    f"{moment.part} cannot be ordered: it has no {_pass(moment)} pass in this plan; take its order "
+                    "out, or if a strategy gave it, choose another one, or other micro-batches"
+                )
         if (first.backward or second.backward) and any(node in other.values() for node in one.values()):
             raise CycleError(
                 f"{first.part} and {second.part} are computed in one go; put them into groups of their own"

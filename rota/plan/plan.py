@@ -14,6 +14,7 @@ from rota.graph.graph import Graph, Op, Role
 from rota.graph.refine import Dim, Frame, Refined, refine
 from rota.plan.box import WHOLE_VALUE, Box, Range, Share, even_widths
 from rota.plan.layout import Layout, Piece
+from rota.whole import positive, whole
 
 if TYPE_CHECKING:
     from rota.plan.program import Program
@@ -60,17 +61,16 @@ class Plan:
         self,
         graph: Graph,
         *,
-        devices: int,
+        devices: int = 1,
         microbatches: int = 1,
         backward: bool = True,
         refined: Refined | None = None,
     ) -> None:
         """`backward=False` plans the forward pass alone, for validation; `refined` saves refining a graph twice."""
-        _check_count(devices, "the number of devices")
-        _check_count(microbatches, "the number of micro-batches")
+        check_graph(graph)
         self.graph = graph
-        self.devices = devices
-        self.microbatches = microbatches
+        self.devices = positive(devices, "the number of devices")
+        self.microbatches = positive(microbatches, "the number of micro-batches")
         self.backward = backward
         self.refined = refine(graph) if refined is None else refined
         self.stored: dict[str, Layout] = {}
@@ -131,9 +131,10 @@ class Plan:
         dim, scale = self._cuttable(part, frame, dim)
         if (parts is None) == (widths is None):
             raise InputError(f"give either parts or widths to split {part}, not both or neither")
-        for count in [parts] if widths is None else widths:
-            if not isinstance(count, int) or isinstance(count, bool):
-                raise InputError(f"parts and widths of {part} must be whole numbers, not {count!r}")
+        if widths is None:
+            parts = _whole(parts, f"the number of parts of {part}")
+        else:
+            widths = _wholes(widths, f"the widths of {part}")
         start, stop = dict(part.ranges).get(dim, (0, frame.dims[dim].size))
         size = stop - start
         if widths is None:
@@ -155,7 +156,7 @@ class Plan:
     def replicate(self, target: Target, copies: int) -> list[Part]:
         """Run a part several times, on as many devices; its gradient counts once."""
         part = self._part(target)
-        _check_count(copies, f"the number of copies of {part}")
+        copies = positive(copies, f"the number of copies of {part}")
         taken = {one.replica for one in self._parts[part.op] if one.ranges == part.ranges and one is not part}
         numbers = itertools.islice((i for i in itertools.count() if i not in taken), copies)
         return self._replace(part, [replace(part, replica=number) for number in numbers])
@@ -166,7 +167,7 @@ class Plan:
         Groups may overlap: what is in the same ones is computed together.
         """
         number = next(self._group_numbers)
-        for target in [targets] if isinstance(targets, Op | Part | str) else targets:
+        for target in _several(targets):
             for part in [self._part(target)] if isinstance(target, Part) else self.parts(target):
                 self._groups[part] = (*self._groups.get(part, ()), number)
         return number
@@ -214,18 +215,17 @@ class Plan:
 
     def assign(self, target: Target | Iterable[Target], device: int) -> None:
         """Run a part, all parts of an op, or all of a list of them, on a device."""
-        if not isinstance(device, int) or not 0 <= device < self.devices:
-            raise PlacementError(f"there is no device {device}; the plan has 0 to {self.devices - 1}")
-        if isinstance(target, Part):
-            if target not in self._parts.get(target.op, ()):
-                raise PlacementError(f"{target} is not a part of the plan (any more); it was cut or never there")
-            self._device[target] = device
-        elif isinstance(target, Op | str):
-            for part in self._parts[self._known(target)]:
-                self._device[part] = device
-        else:
-            for one in target:
-                self.assign(one, device)
+        number = whole(device)
+        if number is None or not 0 <= number < self.devices:
+            raise PlacementError(f"there is no device {device!r}; the plan has 0 to {self.devices - 1}")
+        for one in _several(target):
+            if isinstance(one, Part):
+                if one not in self._parts.get(one.op, ()):
+                    raise PlacementError(f"{one} is not a part of the plan (any more); it was cut or never there")
+                self._device[one] = number
+            else:
+                for part in self._parts[self._known(one)]:
+                    self._device[part] = number
 
     def restore(self, parts: Mapping[Part, tuple[int, tuple[int, ...]]], recomputed: Iterable[int]) -> None:
         """Have these parts, each on its device and in its groups, and these groups computed again."""
@@ -281,6 +281,12 @@ class Plan:
             raise InputError(f"a parameter is gathered for a 'step' or for each 'use', not {gather!r}")
         if isinstance(layout, Mapping):
             layout = tuple(Piece(device=device, box=box) for device, box in layout.items())
+        if not isinstance(layout, tuple | list) or not all(
+            isinstance(piece, Piece) and isinstance(piece.box, Box) and whole(piece.device) is not None
+            for piece in layout
+        ):
+            raise InputError(f"say where {parameter} is stored as {{device: Box}}, or as pieces, not as {layout!r}")
+        layout = tuple(layout)
         shape = self.refined.shape(tensor.name)
         for piece in layout:
             if not Box.whole(shape).contains(piece.box):
@@ -301,7 +307,7 @@ class Plan:
         from rota.plan.compile import compile_plan
 
         if memory_bytes is not None:
-            _check_count(memory_bytes, "memory_bytes")
+            memory_bytes = positive(memory_bytes, "memory_bytes")
         return compile_plan(self, memory_bytes=memory_bytes, reference=reference)
 
     def copied(self) -> Plan:
@@ -318,8 +324,8 @@ class Plan:
 
     def _known(self, op: Op | str) -> str:
         name = op.name if isinstance(op, Op) else op
-        if name not in self._parts:
-            raise InputError(f"the graph has no op named {name!r}")
+        if not isinstance(name, str) or name not in self._parts:
+            raise InputError(f"the graph has no op named {name!r}; plan.ops() has them all")
         return name
 
     def _part(self, target: Target) -> Part:
@@ -357,6 +363,8 @@ class Plan:
 
     def _moments(self, target: Target | At) -> list[At]:
         if isinstance(target, At):
+            if not isinstance(target.part, Part):
+                raise InputError(f"a moment has a part of the plan (plan.parts(op) has them), not {target.part!r}")
             return [target]
         if isinstance(target, Part):
             return [At(part=target)]
@@ -439,6 +447,34 @@ def _factors(frame: Frame, name: str) -> str:
     return f"the model's views take it apart into {' x '.join(factors)}; cut one of these"
 
 
-def _check_count(value: object, what: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{what} must be a whole number of at least 1, not {value!r}")
+def check_graph(graph: object) -> None:
+    """Refuse a model: what is planned is its graph, with its loss."""
+    if not isinstance(graph, Graph):
+        raise InputError(
+            f"a plan is made of a graph, not of {type(graph).__name__}; capture the model first: "
+            "graph = rota.capture(model, batch, loss)"
+        )
+
+
+def _several(targets: Target | Iterable[Target]) -> Iterator[Op | Part | str]:
+    """The ops and parts that somebody names, one by one."""
+    if isinstance(targets, Op | Part | str):
+        yield targets
+    elif isinstance(targets, Iterable):
+        for one in targets:
+            yield from _several(one)
+    else:
+        raise InputError(f"name an op, a part, or a list of them, not {targets!r}")
+
+
+def _whole(value: object, what: str) -> int:
+    found = whole(value)
+    if found is None:
+        raise InputError(f"{what} must be a whole number, not {value!r}")
+    return found
+
+
+def _wholes(values: object, what: str) -> list[int]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise InputError(f"{what} must be a list of whole numbers, one for each part, not {values!r}")
+    return [_whole(value, f"each of {what}") for value in values]

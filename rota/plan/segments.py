@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rota.errors import CycleError
@@ -174,9 +175,36 @@ def _site_order(wiring: Wiring) -> list[Site]:
         left = {index for index, count in waiting.items() if count > 0}
         cycle = find_cycle(left, lambda index: [other for other in follows.get(index, ()) if other in left])
         raise CycleError(
-            "the order contradicts the data flow: " + " -> ".join(str(wiring.sites[index].part) for index in cycle)
+            contradiction(
+                [str(wiring.sites[index].part) for index in cycle],
+                [first in before.get(second, ()) for first, second in itertools.pairwise(cycle)],
+            )
         )
     return found
+
+
+_SHORT = 6
+
+
+def contradiction(names: Sequence[str], wished: Sequence[bool]) -> str:
+    """What is wrong with a cycle, and what to do. Each of the names is to come before the next, by the plan's wish
+    or because the next needs it."""
+    around = len(wished)
+    first = next((i for i, by_plan in enumerate(wished) if by_plan), 0)
+    names = [names[(first + i) % around] for i in range(around + 1)]
+    orders = [
+        f"{one} to run before {other}"
+        for i, (one, other) in enumerate(itertools.pairwise(names))
+        if wished[(first + i) % around]
+    ]
+    otherwise = "if a strategy gave it, choose another one, or other micro-batches"
+    if not orders:
+        words = f"{names[0]} and {names[1]} wait for each other; do not group them with others, and {otherwise}"
+    elif len(orders) == 1:
+        words = f"the plan orders {orders[0]}, which needs it done first; take this order out, or {otherwise}"
+    else:
+        words = f"the plan orders {orders[0]}, and {orders[1]}, against that; take one of them out, or {otherwise}"
+    return f"{words}: {' -> '.join(names)}" if len(orders) == 1 and around <= _SHORT else words
 
 
 def find_cycle(nodes: set[int], next_of: Callable[[int], list[int]]) -> list[int]:

@@ -24,6 +24,7 @@ from rota.search.prepared import Prepared
 from rota.search.space import degree_of, recipes_of, strategies, text_of
 from rota.strategies.base import Strategy
 from rota.strategies.zero import Zero
+from rota.whole import positive
 
 ADAM = 2.0
 """The bytes of Adam's moments for each byte of a parameter."""
@@ -130,8 +131,7 @@ def search(
     applied to each plan before it is compiled. `whole_parameters` drops what stores trained parameters cut. After
     `budget_s` seconds nothing more is measured, once something fits.
     """
-    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise InputError(f"the number of devices must be a whole number of at least 1, not {devices!r}")
+    devices = positive(devices, "the number of devices")
     prepared = Prepared(graph)
     found = [one for one in strategies(prepared.whole, devices, degrees=degrees) if within is None or within(one)]
     if not found:

@@ -18,6 +18,7 @@ from rota.graph.rules import occurrences
 from rota.plan.plan import Part, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Recipe, lay_out
+from rota.whole import positive
 
 _USUAL_PARTS = 4
 _PRODUCTS_OF_A_LAYER = 4
@@ -43,9 +44,7 @@ class Coshard(Recipe):
 
     def begin(self, plan: Plan, degree: int) -> _OneAfterAnother:
         """Refused if no layer can be cut so often."""
-        if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
-            raise InputError(f"coshard: parts must be a whole number of at least 1, not {self.parts!r}")
-        return _OneAfterAnother(plan, self.parts)
+        return _OneAfterAnother(plan, positive(self.parts, "coshard: parts"))
 
 
 class _OneAfterAnother:
@@ -53,8 +52,11 @@ class _OneAfterAnother:
         self._parts = parts
         # Recomputing alone is to be compared with cutting: it takes the runs that would be cut.
         self._runs = find_runs(plan.refined, parts if parts > 1 else _USUAL_PARTS)
+        if not self._runs and parts == 1:
+            raise InputError("the model has no layer that coshard can compute again; use single, or micro-batches")
         if not self._runs:
-            raise InputError(f"the model has no layer that can be cut into {parts}; use fewer parts")
+            fewer = "fewer parts, single, or micro-batches" if parts > 2 else "single, or micro-batches"
+            raise InputError(f"the model has no layer that can be cut into {parts}; use {fewer}")
 
     def choose(self, op: Op) -> Choice:
         """Other axes say where it is."""

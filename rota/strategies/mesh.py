@@ -12,8 +12,9 @@ import numpy as np
 from rota.errors import InputError
 from rota.graph.graph import Graph, Op
 from rota.graph.refine import Refined, refine
-from rota.plan.plan import Part, Plan
+from rota.plan.plan import Part, Plan, check_graph
 from rota.strategies.turns import one_after_another
+from rota.whole import positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,9 +156,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.shares is not None and not all(share > 0 for share in self.shares):
             raise InputError(f"{_name(self)}: shares must be positive, not {self.shares}")
-        for what, count in (("degree", self.degree), ("microbatches", self.microbatches)):
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                raise InputError(f"{_name(self)}: {what} must be a whole number of at least 1, not {count!r}")
+        for what, given in (("degree", self.degree), ("microbatches", self.microbatches)):
+            if given is not None:
+                object.__setattr__(self, what, positive(given, f"{_name(self)}: {what}"))
 
     def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """The same computation in ops that it can cut; the graph itself if it needs no others.
@@ -217,6 +218,8 @@ class Product:
 
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """A plan on so many devices."""
+        check_graph(graph)
+        devices = positive(devices, "the number of devices")
         degrees = self.degrees(devices)
         axes = list(zip(self.recipes, degrees, strict=True))
         whole = self.takes_whole_batches(degrees)

@@ -18,6 +18,7 @@ from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
 from rota.strategies.turns import turning_ops
+from rota.whole import positive
 
 Order = Literal["1f1b", "gpipe", "interleaved"]
 
@@ -46,8 +47,7 @@ class Pipeline(Recipe):
 
     def begin(self, plan: Plan, degree: int) -> _Stages:
         """Refused if there are fewer ops than stages."""
-        if not isinstance(self.chunks, int) or self.chunks < 1:
-            raise InputError(f"a device needs at least one stage, not {self.chunks!r}")
+        positive(self.chunks, "pipeline: chunks")
         if self.seconds is not None and len(self.seconds) != len(plan.graph.ops):
             raise InputError(f"seconds has {len(self.seconds)} numbers, and the graph {len(plan.graph.ops)} ops")
         if self.order not in ("1f1b", "gpipe", "interleaved"):

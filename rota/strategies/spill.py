@@ -15,6 +15,7 @@ from rota.plan.box import Box
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.data import Data, data
+from rota.whole import positive
 
 Activations = Literal["auto", "keep", "spill", "recompute"]
 _USUAL_SHARDS = 16
@@ -125,8 +126,8 @@ def shards_of(graph: Graph, count: int) -> tuple[Shard, ...]:
 
 def spill(*, shards: int | None = None, activations: Activations = "auto") -> Spill:
     """One device, with shards of the model in memory when they are needed and on disk when they are not."""
-    if shards is not None and (not isinstance(shards, int) or isinstance(shards, bool) or shards < 1):
-        raise InputError(f"spill: shards must be a whole number of at least 1, not {shards!r}")
+    if shards is not None:
+        shards = positive(shards, "spill: shards")
     if activations not in get_args(Activations):
         raise InputError(f"spill: activations must be one of {', '.join(get_args(Activations))}, not {activations!r}")
     return Spill(shards=shards, activations=activations)

@@ -1,13 +1,17 @@
 """What a user may get wrong around plans is told in one sentence, and what looks odd but is right works."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import rota
-from rota.errors import CaptureError, CycleError, InputError, PlacementError, PlanError
+from rota.errors import CaptureError, CycleError, InputError, PlacementError, PlanError, RotaError
+from rota.graph.capture import capture
 from rota.plan.box import Box
 from rota.plan.plan import At, Part
+from rota.plan.serial import from_json
+from rota.strategies import data, find
 
 
 class Forward(nn.Module):
@@ -28,6 +32,11 @@ def on_one(model, batch, loss=square, *, microbatches=1):
     plan = rota.Plan(rota.capture(model, batch, loss), devices=1, microbatches=microbatches)
     plan.assign(plan.ops(), 0)
     return plan
+
+
+def narrow():
+    """The graph of a model without anything that coshard could cut."""
+    return on_one(nn.Linear(8, 1), torch.randn(6, 8)).graph
 
 
 def state_of(model):
@@ -169,6 +178,94 @@ class TestPlans:
     def test_nonsense_is_refused_at_once(self, plan, wrong):
         with pytest.raises((PlanError, PlacementError, InputError)):
             wrong(plan)
+
+    @pytest.mark.parametrize(
+        ("wrong", "says"),
+        [
+            (lambda plan: plan.split("0.linear", "n", widths=9), "a list of whole numbers"),
+            (lambda plan: plan.split("0.linear", "n", widths="44"), "a list of whole numbers"),
+            (lambda plan: plan.assign("0.linear", True), "no device True"),
+            (lambda plan: plan.assign(3, 0), "name an op, a part, or a list of them"),
+            (lambda plan: plan.assign(["0.linear", None], 0), "name an op, a part, or a list of them"),
+            (lambda plan: plan.group(None), "name an op, a part, or a list of them"),
+            (lambda plan: plan.recompute(3), "name an op, a part, or a list of them"),
+            (lambda plan: plan.split(None, "n", 2), "no op named None"),
+            (lambda plan: plan.dims([]), "no op named []"),
+            (lambda plan: plan.order(At(part="0.linear"), before="2.linear"), "a moment has a part"),
+            (lambda plan: plan.store("0.weight", None), "say where 0.weight is stored"),
+            (lambda plan: plan.store("0.weight", {0: "all"}), "say where 0.weight is stored"),
+            (lambda plan: rota.Plan(nn.Linear(2, 2)), "rota.capture(model, batch, loss)"),
+            (lambda plan: rota.Plan(nn.Linear(2, 2), devices=2), "rota.capture(model, batch, loss)"),
+            (lambda plan: find("data")(nn.Linear(2, 2), 2), "rota.capture(model, batch, loss)"),
+            (lambda plan: find("coshard(2)")(nn.Linear(2, 2), 1), "rota.capture(model, batch, loss)"),
+            (lambda plan: find("data")(plan.graph, "2"), "a whole number of at least 1, not '2'"),
+            (
+                lambda plan: find("coshard(1)")(narrow(), 1),
+                "no layer that coshard can compute again",
+            ),
+            (
+                lambda plan: find("coshard(2)")(narrow(), 1),
+                "no layer that can be cut into 2; use single",
+            ),
+        ],
+    )
+    def test_nonsense_gets_one_clear_sentence(self, plan, wrong, says, refused):
+        sentence = refused(wrong, plan, error=RotaError)
+        assert says in sentence
+
+    def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(self, plan):
+        two = np.int64(2)
+        made = rota.Plan(plan.graph, devices=two, microbatches=torch.tensor(2))
+        first, second = made.split("0.linear", "n", two)
+        made.split("2.linear", "n", widths=np.array([4, 4]))
+        made.assign(made.ops(), np.int64(1))
+        made.assign(first, torch.tensor(0))
+        assert (made.device_of(first), made.device_of(second)) == (0, 1)
+        assert type(made.device_of(first)) is int
+        text = made.compile().to_json()
+        assert from_json(text, plan.graph).to_json() == text
+        assert find("data")(plan.graph, two).compile() == find("data")(plan.graph, 2).compile()
+        assert str(data(two, microbatches=two)) == "data(2, microbatches=2)"
+
+    def test_a_plan_is_for_one_device_unless_more_are_asked_for(self, plan):
+        made = rota.Plan(plan.graph)
+        made.assign(made.ops(), 0)
+        assert made.compile().devices == 1
+
+    def test_a_contradiction_names_two_decisions_and_says_what_to_do(self, refused):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
+        plan = on_one(model, torch.randn(2, 4))
+        plan.order("29.linear", before="0.linear")
+        sentence = refused(plan.compile, error=CycleError)
+        assert sentence.startswith("the plan orders 29.linear to run before 0.linear, which needs it done first")
+        assert "take this order out" in sentence
+        assert len(sentence) < 300
+        plan = on_one(model, torch.randn(2, 4), microbatches=2)
+        (first,), (last,) = plan.parts("0.linear"), plan.parts("29.linear")
+        plan.order(At(part=first, microbatch=0, backward=True), before=At(part=last, microbatch=1))
+        plan.order(At(part=last, microbatch=1, backward=True), before=At(part=last, microbatch=0))
+        sentence = refused(plan.compile, error=CycleError)
+        assert "backward 0.linear of micro-batch 0 to run before forward" in sentence
+        assert "take one of them out" in sentence
+        assert len(sentence) < 400
+
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            lambda model, batch: model(batch).detach().mean(),
+            lambda model, batch: batch.mean(),
+            lambda model, batch: (model(batch).argmax(-1) == 0).float().mean(),
+            lambda model, batch: torch.no_grad()(model)(batch).mean(),
+        ],
+    )
+    def test_a_loss_without_a_gradient_is_refused(self, loss, refused):
+        model = nn.Linear(8, 8)
+        assert "nothing would be trained" in refused(capture, model, torch.randn(6, 8), loss, error=CaptureError)
+        capture(model.eval(), torch.randn(6, 8), loss)  # to validate
+        frozen = nn.Linear(8, 8).requires_grad_(False)
+        assert "requires_grad" in refused(
+            capture, frozen, torch.randn(6, 8), lambda model, batch: model(batch).mean(), error=CaptureError
+        )
 
     def test_an_order_of_what_is_cut_later_is_one_of_its_parts(self, plan):
         plan.order("0.linear", before="2.linear")
