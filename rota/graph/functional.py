@@ -260,6 +260,11 @@ class Builder:
                 "write the result into a new tensor instead"
             )
         base_value = self.value(view.base)
+        if self.tensors[base_value.name].dtype.startswith("complex"):
+            raise CaptureError(
+                "the model cannot be captured: it writes into a part of a complex tensor, which PyTorch cannot "
+                "differentiate as an op; put the parts together with torch.cat, or pad, instead"
+            )
         args = (base_value, new, *view.arguments)
         put_back = self._emit(at, _SCATTERS[view.kind], f"{view.kind}_scatter", args=args, like=view.base)
         self._values[written] = new

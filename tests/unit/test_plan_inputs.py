@@ -51,6 +51,7 @@ def run(model, batch, loss=square, **settings):
     ("forward", "what"),
     [
         (lambda h, x: h[x > 0], "depends on values"),
+        (lambda h, x: torch.zeros(6, 8, dtype=torch.complex64)[:, :4].copy_(h[:, :4]).real, "part of a complex"),
         (lambda h, x: h + torch.zeros(8, 8).fill_diagonal_(1.0)[:6], "makes a new tensor"),
         (lambda h, x: h @ (torch.ones(8, 8) * 2).transpose_(0, 1), "changes the shape"),
     ],
