@@ -32,8 +32,11 @@ _LEAVE_INTERRUPTED_S = 1.0
 # How long a process's own end may take to become known after another has noticed that it is gone.
 _SUSPECT_S = 4.0
 
-Observer = Callable[[RunRecord, Event | None], None]
-"""Called after each event with the record that now holds it, and with None when time has passed."""
+Observer = Callable[[RunRecord, Event | Beat | None], None]
+"""Called after each event with the record that now holds it, and with None when time has passed.
+
+What a task is doing now comes as the beats of the worker that leads it; the record does not hold these.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,9 +226,13 @@ class Controller:
             self._free.append(device)
             return
         seat = self._busy.get(device)
-        if seat is None or isinstance(sign, Beat):
+        if seat is None:
             return
         task = self.record.tasks[seat.task]
+        if isinstance(sign, Beat):
+            if sign.task == task.name and device in task.devices[:1] and seat not in self._over:
+                self._observer(self.record, sign)
+            return
         if isinstance(sign, WorkerLost):
             if seat not in self._over:
                 self._lose(device, task, sign)

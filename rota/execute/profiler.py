@@ -14,7 +14,7 @@ from rota.profile.estimate import WORTH_S, Estimate
 from rota.profile.likeness import code_key
 from rota.profile.store import EstimateStore, Known
 from rota.profile.worth import Alike, Trial, next_trial, worth_searching
-from rota.runtime.messages import Failed, Left, Looked, Tried
+from rota.runtime.messages import Beat, Failed, Left, Looked, Tried
 from rota.schedule.problem import Node, Objective
 from rota.task import Task
 from rota.techniques import travelling
@@ -24,6 +24,8 @@ _SHARE = 0.04
 """Of what the tasks take in all: so much may be spent on trials."""
 _LEAST_S = 5.0
 _TRIAL_STEPS = 3
+_LONG_S = 10.0
+"""What a worker does for so long is told."""
 
 
 class Prober(Protocol):
@@ -150,6 +152,9 @@ class Profiler:
         self._thorough = thorough
         self._worth_s = worth_s
         self._progress = progress
+        self._place = (0, 0)
+        """How many were done, of how many, when that was last told."""
+        self._told_s = backend.now_s()
         self._interrupted = interrupted
         self._number = 0
         self._busy: dict[str, tuple[int, tuple[str, ...]]] = {}
@@ -242,7 +247,7 @@ class Profiler:
                 search = one.steps > 0
                 if search:
                     searched.add(one.name)
-                self._progress(f"looking at {one.name}", done, len(classes) + len(searched))
+                self._say(f"looking at {one.name}", done, len(classes) + len(searched))
                 self._ask(one, asked, search=search)
             if not asked:
                 break
@@ -252,7 +257,7 @@ class Profiler:
                     done += 1
                     _take_sight(found, sign)
                     self._keep([found])
-        self._progress("looking", done, done)
+        self._say("looking", done, done)
 
     def _ask(self, one: _Class, asked: dict[int, _Class], *, search: bool) -> None:
         """Have a device look at a class."""
@@ -331,7 +336,7 @@ class Profiler:
     def _start(self, one: _Class, trial: Trial) -> int:
         estimate = trial.estimate
         self._tried += 1
-        self._progress(f"trying {one.name} as {estimate.label}", self._tried - 1, self._tried)
+        self._say(f"trying {one.name} as {estimate.label}", self._tried - 1, self._tried)
         devices = tuple(self._free[: estimate.devices])
         number = self._take(devices)
         task = one.tasks[0]
@@ -348,6 +353,15 @@ class Profiler:
             if one.estimates
         )
         return max(_LEAST_S, _SHARE * total_s / max(1, len(self._order)))
+
+    def _say(self, what: str, done: int, total: int) -> None:
+        self._place, self._told_s = (done, total), self._backend.now_s()
+        self._progress(what, done, total)
+
+    def _say_long(self, beat: Beat) -> None:
+        """What takes so long that somebody may ask, every few seconds."""
+        if beat.phase and min(beat.phase_s, self._backend.now_s() - self._told_s) >= _LONG_S:
+            self._say(f"{beat.task}: {beat.phase}, for {beat.phase_s:.0f} s", *self._place)
 
     # ---- devices ----
 
@@ -368,6 +382,8 @@ class Profiler:
         answers: list[tuple[int, Any]] = []
         for device, sign in self._backend.poll(_POLL_S):
             number, others = self._busy.get(device, (0, ()))
+            if isinstance(sign, Beat) and number and device == others[0]:
+                self._say_long(sign)
             if isinstance(sign, WorkerLost):
                 if not number:
                     continue

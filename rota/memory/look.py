@@ -30,6 +30,7 @@ from rota.plan.program import Program
 from rota.runtime.choose import graph_of
 from rota.runtime.executor import Room, placed
 from rota.runtime.limits import anonymous_bytes
+from rota.runtime.loading import code_is_free
 from rota.runtime.training import Training
 from rota.runtime.user_code import calling
 from rota.strategies.spill import Spill
@@ -100,9 +101,7 @@ def _captured(
     """The task with its first batch and graph, in no more memory than it would get."""
     if memory_bytes <= margin_bytes(memory_bytes):
         raise InputError(too_little_to_spill(memory_bytes))
-    import torch._dynamo  # code is nobody's memory; what optimizers import comes before the count
-
-    with tempfile.TemporaryDirectory(prefix=".rota-", dir=Path.cwd()) as folder:
+    with code_is_free(), tempfile.TemporaryDirectory(prefix=".rota-", dir=Path.cwd()) as folder:
         building = Building(Path(folder) / "building", budget_bytes=memory_bytes // 2)
         room = Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=Path(folder), building=building)
         try:

@@ -122,6 +122,7 @@ class Spilling:
         self._tiers.store.recover()
         self._tiers.store.start_over()
         self._usual = measured_rates(self._room.folder)
+        parts.watch(f"planning {spill}", ours=True)
         first = self._open(graph, spill, training_of(parts, graph, batch))
         self._tiers.budget.budget_bytes = first.budget_bytes
         self._cut = first.cut

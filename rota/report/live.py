@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
@@ -17,11 +16,14 @@ from rota.execute.controller import Observer
 from rota.execute.events import Event, Launched, Lost, Requeued, RunNoted, Stopped
 from rota.execute.record import Balance, RunRecord, TaskRecord
 from rota.execute.states import TaskState
+from rota.report.display import Display, display_on
 from rota.report.format import duration, metric, printable, steps
-from rota.runtime.messages import Balanced, Began, Failed, Finished, Noticed
+from rota.runtime.messages import Balanced, Beat, Began, Failed, Finished, Noticed
 
 _LINES_EVERY_S = 10.0
 _DRAW_EVERY_S = 0.25
+_LONG_S = 5.0
+"""What a task does for so long is told."""
 _STYLES = {
     TaskState.RUNNING: "cyan",
     TaskState.FINISHED: "green",
@@ -45,22 +47,28 @@ _ORDER = (
 def progress_observer(console: Console | None = None) -> Iterator[Observer]:
     """An observer for the controller that shows what happens on `console` (standard error by default)."""
     console = console or Console(stderr=True, emoji=False)
-    if not (console.is_terminal or console.is_jupyter):
+    display = display_on(console)
+    if display is None:
         yield PlainProgress(console)
         return
-    live = LiveProgress(console)
+    live = LiveProgress(console, display)
     try:
         yield live
         live.draw()
     finally:
-        live.display.stop()
+        display.close()
 
 
 @contextlib.contextmanager
 def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """Shows what is being found out before a run: (what, how many are done, of how many)."""
     console = console or Console(stderr=True, emoji=False)
-    if not (console.is_terminal or console.is_jupyter):
+    if console.is_jupyter:
+        line = display_on(console)
+        assert line is not None
+        yield lambda what, done, total: line.show(Text(f"before the run: {what} ({done} of {total})"))
+        return
+    if not console.is_terminal:
 
         def say(what: str, done: int, total: int) -> None:
             if done < total:
@@ -81,16 +89,19 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
 class LiveProgress:
     """A table that is drawn anew a few times a second; what the user should know scrolls by above it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, display: Display) -> None:
         self._console = console
+        self._display = display
         self._record: RunRecord | None = None
+        self._phases = Phases()
         self._drawn_s = 0.0
-        self.display = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
-    def __call__(self, record: RunRecord, event: Event | None) -> None:
+    def __call__(self, record: RunRecord, event: Event | Beat | None) -> None:
         """Take note, and draw when it is time."""
         self._record = record
-        if event is not None and (line := _remark(record, event)):
+        if isinstance(event, Beat):
+            self._phases.take(event)
+        elif event is not None and (line := _remark(record, event)):
             self._console.print(printable(line), highlight=False, markup=False)
         if time.monotonic() - self._drawn_s > _DRAW_EVERY_S:
             self.draw()
@@ -99,9 +110,9 @@ class LiveProgress:
         """Draw the table now."""
         self._drawn_s = time.monotonic()
         if self._record is not None:
-            self.display.start()  # not before there is something to show: another display may be open
             rows = max(4, self._console.size.height - 6)
-            self.display.update(progress_table(self._record, now_s=time.time(), max_rows=rows), refresh=True)
+            table = progress_table(self._record, now_s=time.time(), max_rows=rows, phases=self._phases)
+            self._display.show(table)
 
 
 class PlainProgress:
@@ -109,18 +120,22 @@ class PlainProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._phases = Phases()
         self._said_s = time.monotonic()
 
-    def __call__(self, record: RunRecord, event: Event | None) -> None:
+    def __call__(self, record: RunRecord, event: Event | Beat | None) -> None:
         """Say what happened."""
-        if event is not None:
+        if isinstance(event, Beat):
+            self._phases.take(event)
+        elif event is not None:
             if line := _remark(record, event) or _plain_line(record, event):
                 self._say(record, line)
         elif time.monotonic() - self._said_s > _LINES_EVERY_S:
             self._said_s = time.monotonic()
             for task in record.tasks.values():
-                if task.state is TaskState.RUNNING and task.step:
-                    self._say(record, f"{task.name}: {_progress_words(task)}")
+                doing = self._phases.words(task)
+                if task.state is TaskState.RUNNING and (task.step or doing):
+                    self._say(record, f"{task.name}: {', '.join(filter(None, [_progress_words(task), doing]))}")
 
     def _say(self, record: RunRecord, line: str) -> None:
         done = sum(task.state.ended for task in record.tasks.values())
@@ -129,7 +144,27 @@ class PlainProgress:
         )
 
 
-def progress_table(record: RunRecord, *, now_s: float, max_rows: int) -> Group:
+class Phases:
+    """What each task is doing now, by the beats of its worker."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, tuple[str, float]] = {}
+        """task -> what, and since when"""
+
+    def take(self, beat: Beat) -> None:
+        """Note what a worker says."""
+        self._now[beat.task] = (beat.phase, time.monotonic() - beat.phase_s)
+
+    def words(self, task: TaskRecord) -> str:
+        """What a running task does for so long that somebody may ask; else nothing."""
+        phase, since_s = self._now.get(task.name, ("", 0.0))
+        busy_s = time.monotonic() - since_s
+        if not phase or busy_s < _LONG_S or task.state is not TaskState.RUNNING:
+            return ""
+        return f"{phase} for {duration(busy_s)}"
+
+
+def progress_table(record: RunRecord, *, now_s: float, max_rows: int, phases: Phases | None = None) -> Group:
     """The live table: at most `max_rows` tasks, the most interesting ones."""
     table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, justify in (
@@ -145,19 +180,19 @@ def progress_table(record: RunRecord, *, now_s: float, max_rows: int) -> Group:
         table.add_column(name, justify=justify, style="", header_style="bold")  # type: ignore[arg-type]
     tasks = sorted(record.tasks.values(), key=lambda task: (_ORDER.index(task.state), task.index))
     for task in tasks[:max_rows]:
-        table.add_row(*_row(task))
+        table.add_row(*_row(task, "" if phases is None else phases.words(task)))
     hidden = len(tasks) - max_rows
     more = Text(f"... and {hidden} more\n" if hidden > 0 else "", style="dim", end="")
     return Group(table, more, _foot(record, now_s))
 
 
-def _row(task: TaskRecord) -> list[Text]:
+def _row(task: TaskRecord, doing: str) -> list[Text]:
     running = task.state is TaskState.RUNNING
     left_s = _left_s(task)
     speed = f"{1 / task.step_s:.3g}/s" if running and task.step_s else ""
     cells = [
         task.name,
-        task.state.value,
+        f"{task.state.value}: {doing}" if doing else task.state.value,
         ", ".join(task.devices),
         steps(task),
         metric(task.metrics.get("train/loss")),

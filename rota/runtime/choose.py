@@ -105,8 +105,10 @@ def choose(
     text = gang.told(text)
     if not text:
         with keeping_random_state():
+            parts.watch("measuring how its devices communicate", ours=True)
             links = measured_links(gang)
             if gang.leads:
+                parts.watch("the search for a strategy", ours=True)
                 left_bytes = free_bytes(parts, memory_bytes) - beside_bytes(parts)
                 fallback = str(single()) if fits or parts.room is None else shared_spill
                 text = best(
@@ -160,6 +162,7 @@ def fitted(strategy: Any, parts: Parts, gang: Gang, notice: Notice) -> Any:
 
 def graph_of(parts: Parts, batch: Any) -> Graph:
     """The task's model and loss as a graph; a model that waits on the host of its device is captured there."""
+    parts.watch("capturing the model")
     where = next((parameter.device for parameter in parts.model.parameters()), parts.device)
     batch = placed(batch, replace(parts, device=where))
     graph = capture(parts.model, batch, lambda model, one: outputs_in(loss_of(parts.task, model, one, where.type)))

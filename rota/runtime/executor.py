@@ -36,6 +36,27 @@ class Weights:
     """Its large tensors were made for it, so that they need not be copied before training goes on."""
 
 
+PLANNING_S = 600.0
+"""How long what is rota's own work may take at least, whatever a task allows its factories."""
+
+
+class Watch(Protocol):
+    """Told what is done from now on, so that a hang can be named."""
+
+    def __call__(self, what: str, *, ours: bool = False) -> None:
+        """`ours` is what runs none of the user's code."""
+        ...
+
+
+def unwatched(what: str, *, ours: bool = False) -> None:
+    """Where nobody waits for it."""
+
+
+def setup_limit_s(task: Task, *, ours: bool) -> float:
+    """How long something may take that comes before the first step."""
+    return max(task.setup_timeout_s, PLANNING_S) if ours else task.setup_timeout_s
+
+
 @dataclass(kw_only=True)
 class Parts:
     """What the user's factories made."""
@@ -46,6 +67,7 @@ class Parts:
     device: torch.device
     room: Room | None = None
     """Of a task that may be larger than its device's memory."""
+    watch: Watch = unwatched
 
 
 @dataclass(kw_only=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from rota.cluster.device import format_bytes
 from rota.errors import CheckpointError, FullDiskError, PeerError, RotaError, TaskError, WayError
 from rota.runtime import limits
-from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts
+from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts, setup_limit_s
 from rota.runtime.gang import Gang
 from rota.runtime.messages import Balanced, Began, Finished, Halted, Noticed, Report, Saved
 from rota.runtime.metrics import MetricsLog
-from rota.runtime.one_device import choose_alone, room_of
+from rota.runtime.one_device import choose_alone, room_of, state_bytes
 from rota.runtime.training import Training
 from rota.state import checkpoint, inside
 from rota.state.mirror import Mirror
@@ -33,6 +34,10 @@ _SAVE_EVERY_S = 30.0
 _SAVE_SHARE = 0.01
 
 _ALLOCATORS_BYTES = 128 * 2**20
+# A disk or a storage that is slower counts as hung.
+_SLOWEST_BYTES_PER_S = 2**20
+# Of a device's memory: what code takes is told from there on.
+_TOLD, _LEAST_TOLD_BYTES = 1 / 64, 2**20
 
 
 class Surroundings(Protocol):
@@ -71,11 +76,13 @@ class Loop:
         seat: Seat | None = None,
         storage: str = "",
         shards: tuple[Path, ...] = (),
+        code_before_bytes: int = 0,
     ) -> None:
         """`seat` is that of a task which shares devices with others, shard by shard.
 
         `storage` is where its checkpoints and its model go beside the folder, `shards` where what leaves memory lies
-        instead of the folder: the first, and what lies in the others is of before.
+        instead of the folder: the first, and what lies in the others is of before. `code_before_bytes` is what loaded
+        code took before the task came.
         """
         self._task = task
         self._seat = seat
@@ -99,6 +106,8 @@ class Loop:
         self._committed_step = 0
         self._write_failures = 0
         self._total_steps = 0
+        self._state_bytes = 0
+        self._told_code_bytes = code_before_bytes
         self.step = 0
         """The last step taken, for the report of a failure."""
 
@@ -106,6 +115,7 @@ class Loop:
         """Train to the end, or until told to halt. TaskError if the task cannot go on."""
         try:
             training = self._prepare()
+            self._tell_loaded()
             return self._train(training)
         except RotaError as error:
             self._metrics.flush()
@@ -116,7 +126,7 @@ class Loop:
             )
             raise TaskError(f"{error}{room}") from error
         finally:
-            self._outside.watch("", limit_s=None, retry=False, step=self.step)
+            self._watch_saving("the last checkpoint")
             self._writer.wait()
             # A move that is being prepared goes on to its next safe point, and threads finish what they write.
             self._outside.watch("leaving", limit_s=self._task.setup_timeout_s, retry=True, step=self.step)
@@ -133,16 +143,17 @@ class Loop:
             in_any=self._in_any,
         )
         if self._gang is not None:
-            with self._watch_setup("waiting for the other devices of the task"):
-                self._gang.meet(timeout_s=self._task.setup_timeout_s)
-        with self._watch_setup("restoring the checkpoint"):
-            if self._room is not None:
-                self._while_running.enter_context(limits.lifted())
-            found = self._restore()
-            if found is not None:
-                training.load_state_dict(found["training"], notice=self._notice)
-                self._metrics.load_state_dict(found["metrics"])
-            self._check_alike(training.step)
+            self._watch_setup("waiting for the other devices of the task")
+            self._gang.meet(timeout_s=self._task.setup_timeout_s)
+        self._state_bytes = state_bytes(training.model)
+        self._watch_saving("restoring the checkpoint", retry=False)
+        if self._room is not None:
+            self._while_running.enter_context(limits.lifted())
+        found = self._restore()
+        if found is not None:
+            training.load_state_dict(found["training"], notice=self._notice)
+            self._metrics.load_state_dict(found["metrics"])
+        self._check_alike(training.step)
         self.step = self._saved_at_step = self._committed_step = training.step
         self._total_steps = training.total_steps
         self._outside.report(
@@ -276,6 +287,7 @@ class Loop:
         while True:
             if training.unvalidated:
                 self._metrics.flush()
+                self._watch_step(f"validation after step {training.step}", training.step)
                 valid = training.validate(interrupted=lambda: self._interrupts_validation(training.step))
                 self._metrics.restart_clock()
                 if valid is not None:
@@ -287,10 +299,12 @@ class Loop:
             if training.step >= training.total_steps:
                 return self._finish(training)
             if save:
+                self._watch_saving("saving")
                 self._save(training)
             if training.step == first:  # the first batch may have to open files or compile
-                with self._watch_setup(f"step {training.step + 1}"):
-                    means = training.train_batch()
+                self._watch_setup(f"step {training.step + 1}")
+                means = training.train_batch()
+                self._tell_loaded()
             else:
                 self._watch_step(f"step {training.step + 1}", training.step)
                 means = training.train_batch()
@@ -336,13 +350,14 @@ class Loop:
         return state
 
     def _halt(self, training: Training) -> Halted:
-        self._outside.watch("saving", limit_s=None, retry=False, step=training.step)
+        self._watch_saving("saving")
         if training.begun:
             self._save_and_wait(training)
         return Halted(task=self._task.name, attempt=self._attempt, step=self._committed_step)
 
     def _finish(self, training: Training) -> Finished:
-        self._outside.watch("writing the model", limit_s=None, retry=False, step=training.step)
+        self._tell_loaded()
+        self._watch_saving("writing the model")
         # The checkpoint first: whatever is killed from here on finds the last step done.
         state = self._save_and_wait(training)
         written = self._writer.last
@@ -388,10 +403,22 @@ class Loop:
     def _notice(self, text: str) -> None:
         self._outside.report(Noticed(task=self._task.name, attempt=self._attempt, text=text))
 
-    @contextlib.contextmanager
-    def _watch_setup(self, what: str) -> Iterator[None]:
-        self._outside.watch(what, limit_s=self._task.setup_timeout_s, retry=False, step=self.step)
-        yield
+    def _watch_setup(self, what: str, *, ours: bool = False) -> None:
+        self._outside.watch(what, limit_s=setup_limit_s(self._task, ours=ours), retry=False, step=self.step)
+
+    def _tell_loaded(self) -> None:
+        """What code takes that the task has loaded, where that is much beside the memory of its device."""
+        taken_bytes = limits.code_bytes() - self._told_code_bytes
+        if taken_bytes > max(_LEAST_TOLD_BYTES, _TOLD * self._memory_bytes) and self._memory_bytes and self._leads:
+            self._told_code_bytes += taken_bytes
+            self._notice(
+                f"the code that it loads takes {format_bytes(taken_bytes)}, which is not counted as its memory"
+            )
+
+    def _watch_saving(self, what: str, *, retry: bool = True) -> None:
+        """What writes or reads a whole state has more time, the larger that is."""
+        limit_s = self._task.setup_timeout_s + self._state_bytes / _SLOWEST_BYTES_PER_S
+        self._outside.watch(what, limit_s=limit_s, retry=retry, step=self.step)
 
     def _watch_step(self, what: str, step: int) -> None:
         self._outside.watch(what, limit_s=self._task.step_timeout_s, retry=True, step=step)

@@ -32,6 +32,8 @@ class Train:
     """Where checkpoints and the model go beside the folder: a URL."""
     shards: tuple[str, ...] = ()
     """The folders of what leaves memory, if that is not the task's own: the present one, and those before."""
+    setup_timeout_s: float = 600.0
+    """How long it may take to import what the task needs; the task says so, and is not there yet."""
 
 
 @register
@@ -53,6 +55,7 @@ class Look:
     """How many tasks of the sweep cost the same: the more there are, the longer one may look."""
     search: bool = True
     """Whether to search for ways to run on several devices; without it, only if one device does not do."""
+    setup_timeout_s: float = 600.0
 
 
 @register
@@ -68,6 +71,7 @@ class Try:
     size: int = 1
     meeting: str = ""
     key: str = ""
+    setup_timeout_s: float = 600.0
 
 
 @register

@@ -71,7 +71,10 @@ class Planned:
             notice=notice,
         )
         batch = placed(batch, parts)
+        if graph is None:
+            parts.watch("capturing the model")
         graph = graph or capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, kind))
+        parts.watch(f"planning {describe(strategy)}", ours=True)
         began_s = time.perf_counter()
         self._first = self._programs.of(batch, graph=graph)
         compile_s = time.perf_counter() - began_s

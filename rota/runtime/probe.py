@@ -16,12 +16,12 @@ from rota.errors import RotaError, TaskError
 from rota.profile.estimate import Estimate
 from rota.profile.signature import signature_of
 from rota.profile.store import Known
-from rota.runtime.executor import Closes, Room
+from rota.runtime.executor import Closes, Room, Watch, unwatched
 from rota.runtime.gang import Gang
 from rota.runtime.limits import lifted
 from rota.runtime.one_device import TIGHT, choose_alone, room_of, spills, state_bytes
 from rota.runtime.one_device import alone_bytes as needed_alone
-from rota.runtime.training import Training, Watch
+from rota.runtime.training import Training
 from rota.runtime.user_code import calling, is_out_of_memory
 from rota.state import inside
 from rota.store.run_folder import STORE_FOLDER
@@ -51,10 +51,6 @@ _SHARE, _LEAST_S, _MOST_S = 0.03, 2.0, 30.0
 """Of what one device takes for the tasks alike: so much may be spent on looking, in these bounds."""
 
 Notice = Callable[[str], None]
-
-
-def _unwatched(what: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +131,13 @@ def look(
     search: bool = True,
     strategies: Mapping[str, Any] | None = None,
     techniques: Sequence[Technique] = (),
-    watch: Watch = _unwatched,
+    watch: Watch = unwatched,
 ) -> Sight:
     """Make the task; unless its signature is known, time it here and predict how it runs on several devices."""
     begun_s = time.perf_counter()
     room = room_of(task, device=device, folder=folder, memory_bytes=memory_bytes)
     training = Training(task, device=device, watch=watch, room=room)
+    watch("reading the first batch")
     with calling("reading the training data"):
         batch, _ = training.cursor.next()
     lifting = contextlib.ExitStack()
@@ -268,7 +265,6 @@ def _estimates(
             training.optimizer.zero_grad()
             training.optimizer.state.clear()
             graph = _captured(training, batch, notice) if planned else None
-    watch("")
     single_s = None if steps is None else steps.step_s * training.total_steps
     found: list[Estimate] = []
     searched = single_s is None or wishes.search
@@ -285,6 +281,7 @@ def _estimates(
         if graph is not None:
             alone_bytes = alone_bytes or needed_alone(graph, training.parts)
             budget_s = min(_MOST_S, max(_LEAST_S, _SHARE * wishes.alike * (single_s or 0.0)))
+            watch("the search for ways on several devices", ours=True)
             with lifted():  # what it takes to search is not what it takes to train
                 found += candidates.predicted(
                     graph, training, several, memory_bytes, steps, budget_s, notice, strategies=wishes.strategies
@@ -341,7 +338,7 @@ def _spilled(
 
 
 def try_out(
-    task: Task, *, device: torch.device, gang: Gang | None, memory_bytes: int, folder: Path, watch: Watch = _unwatched
+    task: Task, *, device: torch.device, gang: Gang | None, memory_bytes: int, folder: Path, watch: Watch = unwatched
 ) -> Steps:
     """Time steps of a task on the devices of a gang, or on this one."""
     begun_s = time.perf_counter()

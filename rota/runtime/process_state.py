@@ -19,6 +19,7 @@ def preserved() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     folder, environment, path = os.getcwd(), dict(os.environ), list(sys.path)
+    modules = set(sys.modules)
     try:
         yield
     finally:
@@ -32,7 +33,16 @@ def preserved() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
+        _drop_half_imported(besides=modules)
         # A model and its optimizer may hold each other; the next task needs the memory now.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _drop_half_imported(*, besides: set[str]) -> None:
+    """Forget the parts of packages whose own import failed: the next import makes them anew, as in a new process."""
+    for name in sorted(set(sys.modules) - besides):
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:  # its parts come after it in this order
+            del sys.modules[name]

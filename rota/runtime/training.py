@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
-from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, check_finite
+from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, Watch, check_finite, unwatched
 from rota.runtime.one_device import is_elsewhere, plainly, waits_on_host
 from rota.runtime.user_code import calling
 from rota.state import rng
 from rota.task import Data, Task, is_map_style
-
-Watch = Callable[[str], AbstractContextManager[None]]
-"""Told what is about to be called, so that a hang can be named."""
 
 Choose = Callable[[Parts, Any], Executor]
 
@@ -31,7 +27,7 @@ class Training:
         task: Task,
         *,
         device: torch.device,
-        watch: Watch | None = None,
+        watch: Watch = unwatched,
         choose: Choose | None = None,
         room: Room | None = None,
         in_any: Callable[[bool], bool] = bool,
@@ -43,12 +39,12 @@ class Training:
         """
         self.task = task
         self.device = device
-        watch = watch or (lambda what: contextlib.nullcontext())
         rng.seed_all(task.seed)
         self._building = contextlib.nullcontext() if room is None else room.building
         with self._building:
             self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
             _check_model(self.model)
+            watch("moving the model to its device")
             with calling("moving the model to its device"):
                 if task.precision == "float64" and room is not None:
                     room.building.convert(self.model, torch.float64)
@@ -79,10 +75,11 @@ class Training:
                     "the lr_schedule factory returned a schedule of another optimizer, which changes no learning rate "
                     "of this one; make it of the optimizer that it is called with"
                 )
-        self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device, room=room)
+        self.parts = Parts(task=task, model=self.model, optimizer=self.optimizer, device=device, room=room, watch=watch)
         self._choose: Choose = choose or (lambda parts, batch: plainly(parts))
         self._in_any = in_any
         self._run: Executor | None = None
+        watch("opening the training data")
         with calling("the data factory"):
             self.cursor: Cursor = training_cursor(self.data, seed=task.seed)
         self.total_steps = _count_steps(task, self.cursor)
@@ -105,9 +102,12 @@ class Training:
 
     def train_batch(self) -> dict[str, float] | None:
         """Train on one batch, or on those of a step. The step's metrics, if that completed a step, else None."""
-        batches = [self._next_batch()]
         if self._run is None:
+            self.parts.watch("reading the first batch")
+            batches = [self._next_batch()]
             self._begin(batches[0])
+        else:
+            batches = [self._next_batch()]
         run = self._run
         assert run is not None
         number = self.step * self.task.accumulate + self.batches
@@ -195,7 +195,9 @@ class Training:
         self._run = executor
 
     def _begin(self, batch: Any) -> None:
+        self.parts.watch("choosing how it runs")
         self._run = self._choose(self.parts, batch)
+        self.parts.watch("the first batch")
 
     def _schedule_wants_metric(self) -> bool:
         return isinstance(self.lr_schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -307,7 +309,8 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _made_by(what: str, watch: Watch, factory: Callable[[], Any], expected: type) -> Any:
-    with watch(what), calling(what):
+    watch(what)
+    with calling(what):
         made = factory()
     if not isinstance(made, expected):
         is_dataset = (

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,18 +55,22 @@ if TYPE_CHECKING:
     import torch
 
     from rota.memory.pooled import Seat
+    from rota.runtime.executor import Watch
     from rota.runtime.gang import Gang
     from rota.runtime.loop import Loop, Surroundings
 
 BEAT_EVERY_S = 1.0
+STARTING = "starting its worker"
+START_S = 600.0
+"""From a command until the worker has begun with it; the worker may have to import torch before."""
 CODE_FOLDER = "ROTA_CODE"
 """Names the folder with the code that came from the controller's machine."""
 
 # A worker on another machine that has lost its controller ends after a while; until then it holds its task's folder.
 _LOCK_WAIT_S = ORPHAN_S + 10.0
 _PR_SET_PDEATHSIG = 1
-# On devices with less memory, all code is there before memory is counted.
-_TIGHT_BYTES = 2**30
+_OWN_THREADS = 2
+"""Of rota's that begin while a task runs: one that writes a checkpoint, and one that prepares a move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class Worker:
         self._current: Train | Look | Try | None = None
         self._latest: Train | None = None
         # (what, since, limit, retry, step): replaced as a whole, so that the beating thread never sees a half.
-        self._watched: tuple[str, float, float | None, bool, int] = ("", 0.0, None, False, 0)
+        self._watched: tuple[str, float, float | None, bool, int] = (STARTING, time.monotonic(), START_S, True, 0)
 
     def main(self) -> None:
         """Serve until told to shut down."""
@@ -123,6 +127,8 @@ class Worker:
         # What is imported stays; without this, collecting the garbage of each task would look through all of it.
         gc.freeze()
         while True:
+            if self._current is None:
+                self.watch("", limit_s=None, retry=False, step=0)
             command, payload = self._commands.get()
             if isinstance(command, Shutdown):
                 return
@@ -150,6 +156,8 @@ class Worker:
     def watch(self, what: str, *, limit_s: float | None, retry: bool, step: int) -> None:
         """Note what the main thread does from now on."""
         self._watched = (what, time.monotonic(), limit_s, retry, step)
+        if what and not retry:  # the user's code, or a library: it may keep the interpreter from the thread that beats
+            self._say_alive()
 
     def halt_requested(self) -> bool:
         """Whether the controller wants this task to leave."""
@@ -189,6 +197,7 @@ class Worker:
             self._halt.clear()
             self._confirmed = 0
             self._current = message
+            self._watched = (STARTING, time.monotonic(), START_S, True, 0)
             self._latest = message if isinstance(message, Train) else None
             self._link.forget()
             self._beat_now.set()  # the answer begins the lease
@@ -199,25 +208,29 @@ class Worker:
     def _beat(self) -> None:
         while True:
             safe_point()
-            what, since_s, limit_s, retry, step = self._watched
-            current = self._current
-            beat = Beat(
-                task=current.task if current is not None else "",
-                phase=what,
-                phase_s=time.monotonic() - since_s,
-                limit_s=limit_s,
-                retry=retry,
-                memory_bytes=self._process.memory_info().rss,
-                step=step,
-                at_s=clock_s(),
-            )
-            self.report(beat)
+            self._say_alive()
             self._beat_now.wait(BEAT_EVERY_S)
             self._beat_now.clear()
+
+    def _say_alive(self) -> None:
+        what, since_s, limit_s, retry, step = self._watched
+        current = self._current
+        beat = Beat(
+            task=current.task if current is not None else "",
+            phase=what,
+            phase_s=time.monotonic() - since_s,
+            limit_s=limit_s,
+            retry=retry,
+            memory_bytes=self._process.memory_info().rss,
+            step=step,
+            at_s=clock_s(),
+        )
+        self.report(beat)
 
     # ---- one task ----
 
     def _train(self, command: Train, payload: bytes, device: torch.device) -> None:
+        from rota.runtime.limits import code_bytes
         from rota.runtime.loop import Loop
         from rota.runtime.process_state import preserved
 
@@ -237,7 +250,10 @@ class Worker:
             output = folder / output_file(command.rank)
             with owning, _output_to(output), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
+                code_before_bytes = code_bytes()
+                self._watch_setup("importing what it needs", command)
                 task = _arrived(_unpickle(payload, command.task))
+                self._watch_setup("preparing the task", command)
                 gang = _gang_of(command, task, self._settings.kind)
                 loop = Loop(
                     task,
@@ -250,6 +266,7 @@ class Worker:
                     seat=_seat_of(self._settings),
                     storage=command.storage,
                     shards=shards,
+                    code_before_bytes=code_before_bytes,
                 )
                 outcome = loop.run()
                 if follows:
@@ -279,6 +296,7 @@ class Worker:
             inside.enter(folder)
             with _output_to(folder / OUTPUT_FILE), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
+                self._watch_setup("importing what it needs", command)
                 if isinstance(command, Look):
                     task, strategies, techniques = _unpickle(payload, command.task)
                     outcome = self._look(command, task, strategies, techniques, device)
@@ -350,14 +368,17 @@ class Worker:
             start_s=steps.start_s,
         )
 
-    def _watching(self, task: Any) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    def _watch_setup(self, what: str, command: Train | Look | Try) -> None:
+        self.watch(what, limit_s=command.setup_timeout_s, retry=False, step=0)
+
+    def _watching(self, task: Any) -> Watch:
         """As in training: what the user's code does may take as long as the task says."""
 
-        def watch(what: str) -> contextlib.AbstractContextManager[None]:
-            own = what.startswith("step")
-            limit_s = task.step_timeout_s if own else task.setup_timeout_s
-            self.watch(what, limit_s=limit_s if what else None, retry=False, step=0)
-            return contextlib.nullcontext()
+        from rota.runtime.executor import setup_limit_s
+
+        def watch(what: str, *, ours: bool = False) -> None:
+            limit_s = task.step_timeout_s if what.startswith("step") else setup_limit_s(task, ours=ours)
+            self.watch(what, limit_s=limit_s, retry=False, step=0)
 
         return watch
 
@@ -498,19 +519,18 @@ def _arrived(task: Any) -> Any:
     return replace(task, strategy=arrived(task.strategy))
 
 
-def _memory_limit(settings: WorkerSettings) -> contextlib.AbstractContextManager[None]:
-    """On a CPU device, allocations beyond the device's memory fail as they would on a GPU."""
-    from rota.runtime.limits import limited
+@contextlib.contextmanager
+def _memory_limit(settings: WorkerSettings) -> Iterator[None]:
+    """On a CPU device, allocations beyond the device's memory fail as they would on a GPU. Code is nobody's memory."""
+    from rota.runtime.limits import limited, stacks_bytes
+    from rota.runtime.loading import code_is_free
 
     if settings.kind != "cpu":
-        return contextlib.nullcontext()
-    if settings.memory_bytes < _TIGHT_BYTES:
-        # Code is nobody's memory: what optimizers and captures import would take the better part of a small device,
-        # and not all of it survives when there is none left.
-        import torch._dynamo  # noqa: F401
-
-        import rota.memory.spilling  # noqa: F401
-    return limited(settings.memory_bytes)
+        yield
+        return
+    threads = max(1, len(settings.cores)) + _OWN_THREADS
+    with code_is_free(), limited(settings.memory_bytes + stacks_bytes(threads)):
+        yield
 
 
 def _die_with(parent: int) -> None:

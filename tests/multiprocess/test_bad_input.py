@@ -96,7 +96,7 @@ REASONS = {
     "loss-not-tensor": ["must return a scalar tensor", "not a float"],
     "loss-no-gradient": ["the loss has no gradient"],
     "loss-raises": ["the loss function raised RuntimeError", "sweep.py, line"],
-    "loss-hangs": ["step 1 did not end within 2 s"],
+    "loss-hangs": ["the first batch did not end within 2 s"],
     "nan": ["the training loss became nan at step 3"],
     "infinite": ["the training loss became inf at step 1"],
     "out-of-memory": ["the loss function ran out of memory"],

@@ -12,7 +12,7 @@ from rota.execute.backends.simulated import Fault, SimulatedBackend, SimulatedTa
 from rota.execute.events import Launched, Lost, RunEnded, Stopped
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
-from rota.runtime.messages import Began, Failed, Finished, Halted, Measured
+from rota.runtime.messages import Beat, Began, Failed, Finished, Halted, Measured
 from rota.store.journal import ask, read_events
 
 
@@ -76,6 +76,23 @@ def test_the_observer_sees_every_event_after_it_is_in_the_record(tmp_path, simul
     run.run(observer=observe)
     assert [event for event in seen if event is not None] == run.events()[1:]
     assert None in seen
+
+
+def test_the_observer_hears_what_the_leader_of_a_task_does_and_no_one_else(tmp_path, simulate):
+    said = Beat(task="a", phase="the model factory", phase_s=7.0)
+
+    class Beating(SimulatedBackend):
+        def poll(self, timeout_s):
+            others = [("cpu:1", said), ("cpu:0", Beat(task="", phase="")), ("cpu:0", Beat(task="b", phase="step 1"))]
+            return [("cpu:0", said), *others, *super().poll(timeout_s)]
+
+    run = simulate(tmp_path, {"a": plan(20)}, devices=1, backend=Beating)
+    seen = []
+    run.run(observer=lambda record, event: seen.append(event))
+    beats = [event for event in seen if isinstance(event, Beat)]
+    assert beats
+    assert all(one is said for one in beats)
+    assert not [event for event in run.events() if isinstance(event, Beat)]
 
 
 def test_measurements_are_confirmed_once_they_are_in_the_journal(tmp_path, simulate):

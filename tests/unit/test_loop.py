@@ -323,13 +323,17 @@ def test_a_task_that_could_not_save_itself_reports_the_step_that_its_checkpoint_
 def test_the_watcher_hears_of_every_factory_and_of_the_first_step_with_the_setups_limit(tmp_path):
     _, outside = run(tmp_path, setup_timeout_s=11.0, step_timeout_s=22.0, valid_every=4)
     heard = dict.fromkeys(what for what, *_ in outside.watched)
-    assert list(heard)[:5] == [
-        *["the model factory", "the data factory", "the optimizer factory", "restoring the checkpoint"],
-        "step 1",
+    assert list(heard) == [
+        *["the model factory", "moving the model to its device", "the data factory", "the optimizer factory"],
+        *["opening the training data", "restoring the checkpoint", "step 1", "reading the first batch"],
+        *["choosing how it runs", "the first batch", "step 2", "step 3", "step 4", "validation after step 4"],
+        *["step 5", "step 6", "step 7", "step 8", "validation after step 8"],
+        *["writing the model", "the last checkpoint", "leaving", ""],
     ]
     limits = {what: (limit, retry) for what, limit, retry, _ in outside.watched}
+    assert all(limit is not None for what, (limit, _) in limits.items() if what), "a phase without a deadline"
     assert limits["the model factory"] == (11.0, False)
-    assert limits["step 1"] == (11.0, False)
+    assert limits["the first batch"] == (11.0, False)
     assert limits["step 2"] == (22.0, True)
     assert limits["validation after step 4"] == (22.0, True)
     assert outside.watched[-1][:3] == ("", None, False)

@@ -10,7 +10,7 @@ from rota.execute.backends.base import WorkerLost
 from rota.execute.profiler import Profiler
 from rota.profile.estimate import Estimate
 from rota.profile.store import EstimateStore
-from rota.runtime.messages import Failed, Left, Looked, Tried
+from rota.runtime.messages import Beat, Failed, Left, Looked, Tried
 from rota.schedule.problem import Node
 
 DEVICES = tuple(Device(index=i, kind="cpu", memory_bytes=1, cores=(i,)) for i in range(2))
@@ -127,6 +127,25 @@ def test_a_task_that_cannot_be_looked_at_is_unknown(tmp_path, sign):
     profile, _ = profiled(Workers(look=look), [task_of("bad", 1e-3), task_of("good", 1e-3, width=9)], tmp_path)
     assert profile.failures == {"bad": "gone"}
     assert profile.estimates.keys() == {"good"}
+
+
+def test_what_a_look_does_for_long_is_told_every_few_seconds(tmp_path):
+    class Slow(Workers):
+        beats = 0
+
+        def poll(self, timeout_s):
+            self.beats += 1
+            self._now_s += 1.0
+            if self.beats < 25:
+                return [("cpu:0", Beat(task="a", phase="the model factory", phase_s=float(self.beats)))]
+            return super().poll(timeout_s)
+
+    told = []
+    profiled(Slow(), [task_of("a", 0.1)], tmp_path, progress=lambda what, done, total: told.append(what))
+    assert [what for what in told if "factory" in what] == [
+        "a: the model factory, for 10 s",
+        "a: the model factory, for 20 s",
+    ]
 
 
 def test_an_interrupt_ends_it(tmp_path):

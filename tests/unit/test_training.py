@@ -144,15 +144,8 @@ def test_wrong_data_is_the_data_factorys_sentence(data, says):
 def test_factories_are_called_in_order_and_each_is_announced_first():
     called: list[str] = []
 
-    class Watch:
-        def __init__(self, what):
-            called.append(what)
-
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *exception):
-            pass
+    def watch(what, *, ours=False):
+        called.append(what)
 
     task = task_of(
         model=lambda: called.append("model") or nn.Linear(4, 2),
@@ -160,10 +153,10 @@ def test_factories_are_called_in_order_and_each_is_announced_first():
         optimizer=lambda m: called.append("optimizer") or torch.optim.SGD(m.parameters(), lr=0.1),
         lr_schedule=lambda o: called.append("lr_schedule") or lr_scheduler.ConstantLR(o),
     )
-    Training(task, device=CPU, watch=Watch)
+    Training(task, device=CPU, watch=watch)
     assert called == [
-        *["the model factory", "model", "the data factory", "data"],
-        *["the optimizer factory", "optimizer", "the lr_schedule factory", "lr_schedule"],
+        *["the model factory", "model", "moving the model to its device", "the data factory", "data"],
+        *["the optimizer factory", "optimizer", "the lr_schedule factory", "lr_schedule", "opening the training data"],
     ]
 
 

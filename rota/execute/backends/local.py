@@ -27,7 +27,7 @@ from rota.execute.backends.base import Sign, WorkerLost
 from rota.pickling import pickle_task
 from rota.runtime import channel, limits, reservoir
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
-from rota.runtime.worker import WorkerSettings
+from rota.runtime.worker import START_S, STARTING, WorkerSettings
 from rota.state import inside
 from rota.task import Task
 from rota.techniques import registered
@@ -103,7 +103,7 @@ class LocalBackend:
         """Have the worker of a device find out what a task costs, also in ways that only this process knows."""
         payload = _pickled(task, *registered())
         worker = self._worker(device)
-        worker.task = task.name
+        worker.begin(task.name)
         command = Look(
             task=task.name,
             attempt=number,
@@ -113,6 +113,7 @@ class LocalBackend:
             known=str(known),
             alike=alike,
             search=search,
+            setup_timeout_s=task.setup_timeout_s,
         )
         worker.send(command, payload)
 
@@ -126,7 +127,7 @@ class LocalBackend:
         key = secrets.token_hex(16)
         for rank, device in enumerate(devices):
             worker = self._worker(device)
-            worker.task = task.name
+            worker.begin(task.name)
             command = kind(
                 task=task.name,
                 attempt=attempt,
@@ -136,6 +137,7 @@ class LocalBackend:
                 size=len(devices),
                 meeting=meeting,
                 key=key,
+                setup_timeout_s=task.setup_timeout_s,
             )
             worker.send(command, payload)
 
@@ -293,11 +295,9 @@ class LocalBackend:
         if silent_s > _SILENT_S and worker.is_still():
             self._lose(worker, f"its worker gave no sign of life for {silent_s:.0f} s", retry=True)
             return
-        beat = worker.beat
-        if worker.task is not None and beat is not None and beat.task == worker.task and beat.limit_s is not None:
-            busy_s = beat.phase_s + silent_s
-            if busy_s > beat.limit_s:
-                self._lose(worker, f"{beat.phase} did not end within {beat.limit_s:g} s", retry=beat.retry)
+        overrun = worker.overrun()
+        if overrun is not None:
+            self._lose(worker, overrun.reason, retry=overrun.retry)
 
     def _lose(self, worker: Peer, reason: str, *, retry: bool) -> None:
         busy = worker.task is not None
@@ -353,6 +353,8 @@ class Peer:
         self.heard = self.confirmed = 0
         """How many reports came, and how many of them are known to be in the journal; without beats."""
         self.heard_s = time.monotonic()
+        self._asked_s = self._beaten_s = self.heard_s
+        """Since when it has its task, and when its last beat came."""
         self.socket: socket.socket | None = None
         """None until it is connected."""
         self._outbox = bytearray()
@@ -374,9 +376,28 @@ class Peer:
                 return
             del self._outbox[:sent]
 
+    def begin(self, task: str) -> None:
+        """It is given a task."""
+        self.task = task
+        self._asked_s = time.monotonic()
+
+    def overrun(self) -> WorkerLost | None:
+        """That it works on something for longer than that may take; None if it does not."""
+        if self.task is None:
+            return None
+        beat = self.beat
+        if beat is None or beat.task != self.task:  # it has not said so yet: it may still import torch
+            what, busy_s, limit_s, retry = STARTING, time.monotonic() - self._asked_s, START_S, True
+        elif beat.limit_s is None:
+            return None
+        else:
+            busy_s = beat.phase_s + time.monotonic() - self._beaten_s
+            what, limit_s, retry = beat.phase, beat.limit_s, beat.retry
+        return WorkerLost(reason=f"{what} did not end within {limit_s:g} s", retry=retry) if busy_s > limit_s else None
+
     def take_beat(self, beat: Beat) -> None:
         """It is alive."""
-        self.beat = beat
+        self.beat, self._beaten_s = beat, time.monotonic()
 
     def hung_up(self) -> None:
         """Nothing more will be heard of it."""

@@ -271,7 +271,7 @@ class RayBackend(LocalBackend):
         """Of the workers that were taken over, end those that do not train what they should."""
         for name in self._taken_over:
             if name in kept and name in self._workers:
-                self._workers[name].task = kept[name][0]
+                self._workers[name].begin(kept[name][0])
             else:
                 self.kill(name)
         self._signs = [(device, sign) for device, sign in self._signs if device in kept]
