@@ -7,6 +7,7 @@ backward. The user's own wishes are edges that the order must respect.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -140,6 +141,11 @@ def _edges(
     for first, second in _wished(plan, drafts, forward, backward):
         if first != second:
             edge(first, second)
+    if plan.in_order:  # that of the segments
+        for early, late in itertools.pairwise(sorted(forward)):
+            edge(forward[early], forward[late])
+        for early, late in itertools.pairwise(sorted(backward)):
+            edge(backward[late], backward[early])
     return follows, waiting, lazy
 
 

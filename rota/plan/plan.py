@@ -80,6 +80,8 @@ class Plan:
         self._ordered: list[tuple[At, At]] = []
         self._preferred: list[tuple[At, At]] = []
         """Orders that are left out where the data flow contradicts them."""
+        self.in_order = False
+        """Whether all runs as the model does it."""
         self.notes: list[str] = []
         """What the user should know about how it was compiled."""
         self._parts: dict[str, list[Part]] = {op.name: [Part(op=op.name)] for op in graph.ops}
@@ -267,6 +269,16 @@ class Plan:
         self._preferred.clear()
         self.notes.append(_NO_PREFERENCE)
         return True
+
+    def keep_order(self) -> None:
+        """Run all that is differentiated or draws random numbers in the graph's order, and back in its reverse.
+
+        On one device, numbers come out as those of the model only so: random numbers are drawn, and the gradients of
+        what several ops read are added up, in the order in which plain PyTorch does it.
+        """
+        if self.devices > 1 or self.microbatches > 1:
+            raise InputError("the order of the model can be kept on one device, without micro-batches")
+        self.in_order = True
 
     def store(self, parameter: str, layout: Layout | Mapping[int, Box], *, gather: Gather = "step") -> None:
         """Keep a parameter (or buffer), its gradient and its moments in these pieces between steps.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rota.errors import CycleError
 from rota.graph.graph import Role
+from rota.graph.positional import is_random
 from rota.graph.rules import occurrences
 from rota.plan.box import Box
 from rota.plan.dependency import Flow, Site, Tie, Wiring
@@ -59,6 +60,9 @@ def _keys(wiring: Wiring) -> dict[int, _Key]:
     order = _site_order(wiring)
     before = _order_edges(wiring)
     keys: dict[int, _Key] = {}
+    latest: _Key | None = None
+    settled: set[int] = set()
+    """Those that stay where they are."""
     for site in order:
         kind = (site.device, site.context, site.grad, wiring.plan.groups_of(site.part))
         level = 0
@@ -71,11 +75,16 @@ def _keys(wiring: Wiring) -> dict[int, _Key]:
                 level = max(level, keys[maker.index][4] + (0 if same else 1))
         for other in before.get(site.index, ()):
             level = max(level, keys[other][4] + 1)
+        if wiring.plan.in_order and (site.grad or is_random(site.op)):
+            if latest is not None:
+                level = max(level, latest[4] + (latest[:4] != kind))
+            latest = (*kind, level)
+            settled.add(site.index)
         keys[site.index] = (*kind, level)
-    ordered = {index for others in before.values() for index in others}
+    settled |= {index for others in before.values() for index in others}
     for site in reversed(order):
         key = keys[site.index]
-        if key[3] and site.index not in ordered:
+        if key[3] and site.index not in settled:
             levels = [keys[reader.index][4] for reader in _direct_readers(wiring, site, keys)]
             keys[site.index] = (*key[:4], min(levels, default=key[4]))
     return {site.index: keys[site.index] for site in order}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rota.errors import InputError
-from rota.graph.graph import Graph, Role, trained_ops
-from rota.graph.positional import is_random
+from rota.graph.graph import Graph, Role
 from rota.memory.shards import Shard, cut_into_shards
 from rota.plan.box import Box
-from rota.plan.plan import At, Plan
+from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.data import Data, data
 from rota.whole import positive
@@ -76,23 +74,8 @@ def cut(graph: Graph, shards: int, *, recomputed: Collection[int], replicas: int
         plan.assign(graph.ops, 0)
     plan = in_shards(plan, shards, recomputed=recomputed)
     if replicas == 1:
-        _as_the_model_does(plan, shards)
+        plan.keep_order()
     return plan
-
-
-def _as_the_model_does(plan: Plan, shards: int) -> None:
-    """Shards need not depend on each other, but numbers come out as those of the model only in its own order.
-
-    So random numbers are drawn in that order, and backward passes run in the reverse of it.
-    """
-    graph = plan.graph
-    for before, after in itertools.pairwise(op for op in graph.ops if is_random(op)):
-        plan.order(before, before=after)
-    live = trained_ops(graph)
-    rows = [[op for op in graph.ops[one.start : one.stop] if op.name in live] for one in shards_of(graph, shards)]
-    for early, late in itertools.pairwise(row for row in rows if row):
-        for last, first in itertools.product(plan.parts(late[0]), plan.parts(early[-1])):
-            plan.order(At(part=last, backward=True), before=At(part=first, backward=True))
 
 
 def on_the_first(graph: Graph, shards: int, *, recomputed: Collection[int], replicas: int) -> Plan:
