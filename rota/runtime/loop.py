@@ -126,11 +126,11 @@ class Loop:
             )
             raise TaskError(f"{error}{room}") from error
         finally:
-            self._watch_saving("the last checkpoint")
-            self._writer.wait()
-            # A move that is being prepared goes on to its next safe point, and threads finish what they write.
-            self._outside.watch("leaving", limit_s=self._task.setup_timeout_s, retry=True, step=self.step)
-            self._while_running.close()
+            with self._while_running:
+                self._watch_saving("the last checkpoint")
+                self._writer.wait()
+                # A move that is being prepared goes on to its next safe point, and threads finish what they write.
+                self._outside.watch("leaving", limit_s=self._task.setup_timeout_s, retry=True, step=self.step)
             self._outside.watch("", limit_s=None, retry=False, step=self.step)
 
     def _prepare(self) -> Training:
