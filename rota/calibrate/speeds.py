@@ -1,7 +1,7 @@
 """How fast each device of a machine is: a product, timed where the device's worker would run it.
 
-python -m rota.calibrate.speeds reads [{"kind": ..., "index": ..., "cores": [...]}] and prints the speeds as JSON; a
-process of its own, because cores and threads are those of a whole process.
+python -m rota.calibrate.speeds reads [{"kind": ..., "index": ..., "cores": [...], "threads": ...}] and prints the
+speeds as JSON; a process of its own, because cores and threads are those of a whole process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def flops_per_s(device: dict[str, Any]) -> float:
     where = torch.device(f"cuda:{device['index']}" if device["kind"] == "cuda" else "cpu")
     if device["kind"] == "cpu" and device["cores"]:
         os.sched_setaffinity(0, device["cores"])
-        torch.set_num_threads(len(device["cores"]))
+        torch.set_num_threads(device["threads"])
     return 2 * _SIZE**3 / product_s(_SIZE, device=where)
 
 

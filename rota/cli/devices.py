@@ -23,26 +23,35 @@ _PATIENCE_S = 60.0
 @device_options
 @click.option("--speed/--no-speed", "measured", default=True, help="Measure how fast each device is (a few seconds).")
 @json_option
-def devices(devices: int | None, memory: str | None, kind: str | None, measured: bool, as_json: bool) -> None:
+def devices(
+    devices: int | None, memory: str | None, kind: str | None, threads: int | None, measured: bool, as_json: bool
+) -> None:
     """Show the devices of this machine, and how fast they are."""
-    cluster = local(devices=devices, memory=memory, kind=kind)
+    cluster = local(devices=devices, memory=memory, kind=kind, threads=threads)
     speeds = _speeds(cluster.devices) if measured else [None] * len(cluster.devices)
     found = list(zip(cluster.devices, speeds, strict=True))
     if as_json:
-        print_json(
-            {"devices": [{"name": one.name, **dataclasses.asdict(one), "flops_per_s": speed} for one, speed in found]}
-        )
+        told = [
+            {"name": one.name, **dataclasses.asdict(one), "threads": one.thread_count, "flops_per_s": speed}
+            for one, speed in found
+        ]
+        print_json({"devices": told})
         return
     rows = tuple(
-        (one.name, format_bytes(one.memory_bytes), ",".join(map(str, one.cores)), _words(speed, speeds), one.label)
+        (
+            *(one.name, format_bytes(one.memory_bytes), ",".join(map(str, one.cores))),
+            *(str(one.thread_count) if one.kind == "cpu" else "", _words(speed, speeds), one.label),
+        )
         for one, speed in found
     )
-    tell(Table(columns=("device", "memory", "cores", "speed", "what it is"), rows=rows))
+    tell(Table(columns=("device", "memory", "cores", "threads", "speed", "what it is"), rows=rows))
+    if any(one.kind == "cpu" for one in cluster.devices):
+        tell("\nThe last digits of results depend on the number of threads; --threads N fixes it.")
 
 
 def _speeds(devices: Sequence[Device]) -> Sequence[float | None]:
     """Of each device, one after another; None where it cannot be measured."""
-    asked = [{"kind": one.kind, "index": one.index, "cores": one.cores} for one in devices]
+    asked = [{"kind": one.kind, "index": one.index, "cores": one.cores, "threads": one.thread_count} for one in devices]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "rota.calibrate.speeds"],

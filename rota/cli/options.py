@@ -36,11 +36,14 @@ storage_option = click.option(
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--devices, --memory and --kind: which part of this machine to use."""
+    """--devices, --memory, --kind and --threads: which part of this machine to use, and how."""
     options = [
         click.option("--devices", type=int, metavar="N", help="How many devices to use; by default all."),
         click.option("--memory", metavar="SIZE", help="Memory of each device, for example 4GiB."),
         click.option("--kind", type=click.Choice(["cpu", "cuda"]), help="Use only devices of this kind."),
+        click.option(
+            "--threads", type=int, metavar="N", help="Threads that compute on each CPU device; by default one a core."
+        ),
     ]
     for option in reversed(options):
         command = option(command)

@@ -46,6 +46,7 @@ def plan(
     devices: int | None,
     memory: str | None,
     kind: str | None,
+    threads: int | None,
     as_json: bool,
 ) -> None:
     """Decide which task of the sweep that FILE defines runs how, where and when on this machine; train nothing.
@@ -59,7 +60,7 @@ def plan(
         raise InputError(f"there is no folder {html.parent} to write the page to; create it first")
     if html is not None and html.exists() and not html.is_file():
         raise InputError(f"{html} is not a file that the page can be written to; give the name of one")
-    cluster = local(devices=devices, memory=memory, kind=kind)
+    cluster = local(devices=devices, memory=memory, kind=kind, threads=threads)
     preflight.check_memory(cluster)
     sweep = preflight.resolve(load_source(file).sweep, strategy=strategy)
     ready = preflight.ready(sweep, cluster)

@@ -33,11 +33,18 @@ class Device:
     """What people call it, for example the GPU's product name."""
     node: str = ""
     """The machine that it is in, where there are several."""
+    threads: int = 0
+    """How many compute on a CPU, if the user has said that; the last digits of results depend on it."""
 
     @property
     def name(self) -> str:
         """A short name, unique in its cluster: cpu:0, cuda:3, and with nodes alpha/cpu:0."""
         return f"{self.node}/{self.kind}:{self.index}" if self.node else f"{self.kind}:{self.index}"
+
+    @property
+    def thread_count(self) -> int:
+        """How many threads compute on it: by default one on each of its cores."""
+        return self.threads or max(1, len(self.cores))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,25 +14,32 @@ from rota.errors import InputError, TooFewDevicesError, TooLittleMemoryError
 _HOST_SHARE = 0.1
 
 
-def local(*, devices: int | None = None, memory: str | int | None = None, kind: str | None = None) -> Cluster:
+def local(
+    *, devices: int | None = None, memory: str | int | None = None, kind: str | None = None, threads: int | None = None
+) -> Cluster:
     """This machine: its GPUs if it has any, else its CPU cores, each core a device with its share of the memory.
 
-    `devices` is how many to use, `memory` what each may use ("4GiB"), `kind` "cpu" or "cuda".
+    `devices` is how many to use, `memory` what each may use ("4GiB"), `kind` "cpu" or "cuda". `threads` is how many
+    compute on each CPU device (one on each of its cores); with the same number, results are the same to the last digit.
     """
     if kind not in (None, "cpu", "cuda"):
         raise InputError(f"rota.local: kind {kind!r} is unknown; it can be 'cpu' or 'cuda'")
     if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         raise InputError(f"rota.local: devices must be a whole number of at least 1, not {devices!r}")
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise InputError(f"rota.local: threads must be a whole number of at least 1, not {threads!r}")
     memory_bytes = None if memory is None else parse_bytes(memory, what="rota.local: memory")
     gpus = _cuda_devices() if kind != "cpu" else ()
     if kind == "cuda" and not gpus:
         raise InputError("rota.local: no CUDA device was found here; use kind='cpu', or see `rota doctor`")
+    if gpus and threads is not None:
+        raise InputError("rota.local: threads is for CPU devices; leave it out, or use kind='cpu'")
     found = (
         _pick_gpus(gpus, count=devices, memory_bytes=memory_bytes)
         if gpus
-        else _cpu_devices(count=devices, memory_bytes=memory_bytes)
+        else _cpu_devices(count=devices, memory_bytes=memory_bytes, threads=threads or 0)
     )
-    return Cluster(devices=found, asked=said(devices=devices, memory=memory, kind=kind))
+    return Cluster(devices=found, asked=said(devices=devices, memory=memory, kind=kind, threads=threads))
 
 
 def available_cores() -> tuple[int, ...]:
@@ -54,7 +61,7 @@ def memory_limit_bytes() -> int:
     return total
 
 
-def _cpu_devices(*, count: int | None, memory_bytes: int | None) -> tuple[Device, ...]:
+def _cpu_devices(*, count: int | None, memory_bytes: int | None, threads: int) -> tuple[Device, ...]:
     cores = available_cores()
     count = len(cores) if count is None else count
     if count > len(cores):
@@ -73,7 +80,7 @@ def _cpu_devices(*, count: int | None, memory_bytes: int | None) -> tuple[Device
         )
     groups = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
     return tuple(
-        Device(index=i, kind="cpu", memory_bytes=memory_bytes or share, cores=group, label=cpu_label())
+        Device(index=i, kind="cpu", memory_bytes=memory_bytes or share, cores=group, label=cpu_label(), threads=threads)
         for i, group in enumerate(groups)
     )
 

@@ -13,7 +13,7 @@ from rota.cluster.device import format_bytes
 from rota.errors import InputError, StoreError, TooFewDevicesError, TooLittleMemoryError
 from rota.execute.clusters import ray
 
-_PLACE = ("cluster", "devices", "memory", "kind")
+_PLACE = ("cluster", "devices", "memory", "kind", "threads")
 _FLAGS = {"profile": True, "strict": False}
 """With what holds where nothing is said."""
 
@@ -28,6 +28,8 @@ class Asked:
     memory: str | int | None = None
     """Of each device, as it was written."""
     kind: str | None = None
+    threads: int | None = None
+    """That compute on each CPU device."""
     strategy: str | None = None
     objective: str | None = None
     profile: bool | None = None
@@ -39,8 +41,8 @@ class Asked:
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Asked:
         """What `plain` gave; StoreError for anything else."""
-        kinds: dict[str, tuple[type, ...]] = {"devices": (int,), "retries": (int,), "memory": (str, int)}
-        kinds |= dict.fromkeys(_FLAGS, (bool,))
+        kinds: dict[str, tuple[type, ...]] = {"memory": (str, int)}
+        kinds |= dict.fromkeys(("devices", "threads", "retries"), (int,)) | dict.fromkeys(_FLAGS, (bool,))
         for name, value in plain.items():
             if name not in cls.__dataclass_fields__ or type(value) not in kinds.get(name, (str,)):
                 raise StoreError(f"the journal has an option {name} = {value!r} that cannot be understood")
@@ -53,7 +55,7 @@ class Asked:
     def over(self, before: Asked) -> Asked:
         """What holds when this is said after what was said before; devices of another cluster are other devices."""
         if self.cluster is not None and self.cluster != (before.cluster or "local"):
-            before = replace(before, devices=None, memory=None, kind=None)
+            before = replace(before, devices=None, memory=None, kind=None, threads=None)
         return Asked(**{**before.plain(), **self.plain()})
 
     def on(self, cluster: Cluster) -> Asked:
@@ -104,9 +106,11 @@ class Asked:
 def _cluster(asked: Asked) -> Cluster:
     manager, _, address = (asked.cluster or "local").partition("=")
     if manager == "local" and not address:
-        return local(devices=asked.devices, memory=asked.memory, kind=asked.kind)
+        return local(devices=asked.devices, memory=asked.memory, kind=asked.kind, threads=asked.threads)
     if manager != "ray":
         raise InputError(f"--cluster can be ray, ray=ADDRESS or local, not {asked.cluster!r}")
     if asked.kind is not None:
         raise InputError("--kind is for one machine; a Ray cluster has the devices that its nodes show")
+    if asked.threads is not None:
+        raise InputError("--threads is for one machine; on a Ray cluster a CPU device computes with one thread")
     return ray(address or None, devices=asked.devices, memory=asked.memory)

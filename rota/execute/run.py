@@ -209,26 +209,26 @@ def _as_before(options: RunOptions, before: RunRecord) -> tuple[Cluster, RunOpti
     said = options.asked if options.cluster is None else options.asked.on(options.cluster)
     asked = said.over(Asked.of(before.asked))
     if options.cluster is not None:
-        return options.cluster, replace(options, asked=asked.on(options.cluster)), []
+        notes = _digits(before.devices, options.cluster)
+        return options.cluster, replace(options, asked=asked.on(options.cluster)), notes
     notes = []
     if asked != said:
         notes.append(f"the run goes on as it was begun, with {asked.words()}; options of `rota resume` change that")
     cluster, lacking = asked.place(said=said)
     if not lacking and said.devices is None and said.kind is None and said.cluster is None:
         lacking = _lacking(before.devices, cluster)
-    return cluster, replace(options, asked=asked), notes + lacking
+    return cluster, replace(options, asked=asked), notes + lacking + _digits(before.devices, cluster)
 
 
 def _lacking(had: list[dict[str, Any]], cluster: Cluster) -> list[str]:
-    """What to say where this machine no longer has the devices that a run had; the cores of one are its threads."""
+    """What to say where this machine no longer has the devices that a run had."""
     before = [len(device.get("cores", ())) for device in had]
     now = [len(device.cores) for device in cluster.devices]
     if cluster.manager != "local" or (len(now) >= len(before) and set(now) <= set(before)) or not before:
         return []
-    digits = "" if set(now) <= set(before) else ", and numbers may differ in their last digits"
     return [
         f"the run had {_counted(before)}, and here there {'is' if len(now) == 1 else 'are'} {_counted(now)}; "
-        f"it goes on with that{digits}"
+        "it goes on with that"
     ]
 
 
@@ -236,6 +236,30 @@ def _counted(cores: list[int]) -> str:
     each = "/".join(map(str, sorted(set(cores))))
     devices = f"{len(cores)} device{'s' if len(cores) > 1 else ''}"
     return f"{devices} of {each} core{'' if each == '1' else 's'}" if any(cores) else devices
+
+
+def _digits(had: list[dict[str, Any]], cluster: Cluster) -> list[str]:
+    """What to say where threads differ, between devices or from those that a run had: sums depend on their number."""
+    before = {
+        device.get("threads") or max(1, len(device.get("cores", ()))) for device in had if device.get("kind") == "cpu"
+    }
+    now = {device.thread_count for device in cluster.devices if device.kind == "cpu"}
+    least = min(before or now, default=1)
+    if before and not now <= before:
+        return [
+            f"each device had {_or(before)} and has {_or(now)} now, so numbers may differ in their last digits from "
+            f"here on; --threads {least} keeps them"
+        ]
+    if len(now) > 1:
+        return [
+            f"devices compute with {_or(now)}, so the last digits of a task depend on where it runs; "
+            f"--threads {least} makes them alike"
+        ]
+    return []
+
+
+def _or(counts: set[int]) -> str:
+    return f"{' or '.join(map(str, sorted(counts)))} thread{'' if counts == {1} else 's'}"
 
 
 def backend_of(cluster: Cluster, *, code: Path | None = None, session: str = "") -> LocalBackend:

@@ -46,7 +46,7 @@ class EstimateStore:
             "rota": importlib.metadata.version("rota"),
             "kind": first.kind,
             "label": first.label,
-            "threads": len(first.cores),
+            "threads": first.threads or len(first.cores),
             "memory_bytes": first.memory_bytes,
             "cores": os.cpu_count() or 1,
         }

@@ -82,6 +82,8 @@ class WorkerSettings:
     cores: tuple[int, ...]
     memory_bytes: int
     parent: int
+    threads: int = 1
+    """How many compute at the same time."""
     keeper: int = -1
     """Where a worker that outlives its controller gets a connection to the next one."""
     pool_socket: int = -1
@@ -142,8 +144,7 @@ class Worker:
 
         if self._settings.kind == "cuda":
             return torch.device("cuda", 0)  # CUDA_VISIBLE_DEVICES shows this worker its own GPU only
-        cores = self._settings.pool_cores[0] if self._settings.pool_cores else self._settings.cores
-        torch.set_num_threads(max(1, len(cores)))
+        torch.set_num_threads(self._settings.threads)
         torch.set_num_interop_threads(1)
         return torch.device("cpu")
 
@@ -528,8 +529,7 @@ def _memory_limit(settings: WorkerSettings) -> Iterator[None]:
     if settings.kind != "cpu":
         yield
         return
-    threads = max(1, len(settings.cores)) + _OWN_THREADS
-    with code_is_free(), limited(settings.memory_bytes + stacks_bytes(threads)):
+    with code_is_free(), limited(settings.memory_bytes + stacks_bytes(settings.threads + _OWN_THREADS)):
         yield
 
 

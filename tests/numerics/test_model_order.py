@@ -1,4 +1,4 @@
-"""Shards add up the gradients of what many ops read in the order in which plain PyTorch does it, and draw as it draws."""
+"""Shards add up the gradients of what many ops read in the order of plain PyTorch, and draw as it draws."""
 
 import copy
 import random
@@ -101,7 +101,7 @@ def test_families_of_models(name):
 
 
 class Woven(nn.Module):
-    """Ops read any tensors that came before, many of them often, in an order that says little of what depends on what."""
+    """Ops read any tensors that came before, some often; their order says little of what depends on what."""
 
     def __init__(self, seed):
         super().__init__()

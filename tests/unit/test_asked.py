@@ -27,7 +27,7 @@ def machine(monkeypatch):
 def begun(asked, **given):
     """The record of a run that was begun on the machine as it is."""
     cluster, options, notes = _as_before(RunOptions(asked=asked, **given), RunRecord())
-    assert notes == []
+    assert all("devices compute with" in note for note in notes)
     event = RunBegan(
         name="r",
         source="",
@@ -75,7 +75,7 @@ def test_a_script_that_is_run_again_has_its_own_devices_and_they_are_remembered(
     cluster, options, notes = _as_before(RunOptions(cluster=given), record)
     assert cluster is given
     assert options.asked == Asked(devices=4, strategy="spill")
-    assert notes == []
+    assert [note for note in notes if "had 4 threads and has 1 thread now" not in note] == []
 
 
 def test_where_nothing_was_said_nothing_is(machine):
@@ -90,7 +90,7 @@ def test_where_nothing_was_said_nothing_is(machine):
     [
         (Asked(devices=4), 2, 64 * GIB, "--devices 4, and only 2 are here now; it goes on with 2", [1, 1]),
         (Asked(), 2, 64 * GIB, "the run had 4 devices of 1 core, and here there are 2 devices of 1 core", [1, 1]),
-        (Asked(devices=1), 2, 64 * GIB, "1 device of 2 cores; it goes on with that, and numbers may differ", [2]),
+        (Asked(devices=1, threads=4), 2, 64 * GIB, "1 device of 2 cores; it goes on with that", [2]),
         (Asked(devices=1, memory="8GiB"), 4, 4 * GIB, "--memory 8GiB, and here each device can have at most 3.6", [4]),
     ],
 )
@@ -102,6 +102,28 @@ def test_devices_that_are_gone_are_told_and_the_run_goes_on(machine, asked, core
     assert [len(one.cores) for one in cluster.devices] == left
     (told,) = (note for note in notes if "goes on as it was begun" not in note)
     assert sentence in told
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "sentence"),
+    [
+        (Asked(devices=4), Asked(devices=1), "each device had 1 thread and has 4 threads now"),
+        (Asked(devices=1, threads=2), Asked(threads=4), "had 2 threads and has 4 threads now"),
+        (Asked(devices=3), Asked(), "compute with 1 or 2 threads, so the last digits of a task depend on where it"),
+        (Asked(devices=4, threads=1), Asked(devices=1), ""),
+        (Asked(devices=4), Asked(devices=1, threads=1), ""),
+        (Asked(devices=3, threads=1), Asked(), ""),
+    ],
+)
+def test_where_the_number_of_threads_differs_it_is_said_how_to_keep_it(machine, before, now, sentence):
+    machine(cores=4)
+    cluster, options, notes = _as_before(RunOptions(asked=now), begun(before))
+    told = [note for note in notes if "thread" in note and "goes on as it was begun" not in note]
+    assert len(told) == bool(sentence)
+    assert all(sentence in note and "--threads" in note for note in told)
+    assert options.asked.threads == (now.threads or before.threads)
+    if options.asked.threads:
+        assert {one.thread_count for one in cluster.devices} == {options.asked.threads}
 
 
 def test_what_is_asked_for_now_must_be_there(machine):
@@ -118,7 +140,7 @@ def test_devices_of_one_cluster_are_not_those_of_another():
     assert Asked(cluster="ray").over(before) == before
 
 
-@pytest.mark.parametrize("plain", [{"devices": "2"}, {"memory": []}, {"strange": 1}, {"strategy": 3}])
+@pytest.mark.parametrize("plain", [{"devices": "2"}, {"memory": []}, {"strange": 1}, {"strategy": 3}, {"threads": "1"}])
 def test_a_journal_that_says_something_else_is_an_error(plain):
     with pytest.raises(StoreError, match="cannot be understood"):
         Asked.of(plain)

@@ -516,14 +516,17 @@ def spawn(
         pool_socket=-1 if seat is None else seat.turns.fileno(),
         pool_cores=() if seat is None else seat.cores,
         pool_arenas=() if seat is None else seat.arenas,
+        threads=device.threads or max(1, len(device.cores if seat is None else seat.cores[0])),
     )
-    threads = str(max(1, len(device.cores if seat is None else seat.cores[0])))
+    threads = str(settings.threads)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     limits.prepare(environment)
     if device.kind == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = str(device.index)
     else:
         environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+        if device.threads:  # also where there are fewer cores
+            environment |= {"OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
     # Workers on one machine talk to each other, and to nobody outside.
     if sys.platform == "linux" and more is None:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
