@@ -123,7 +123,7 @@ class Task:
     compile: bool = False
     """Whether a strategy's segments go through torch.compile; kept for each one that is faster compiled."""
     setup_timeout_s: float = 600.0
-    """How long each of the factories, and the first batch, may take."""
+    """How long importing, each of the factories, capturing the model, and the first batch may take."""
     step_timeout_s: float = 600.0
     """How long one batch may take before the worker counts as hung."""
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -7,9 +7,11 @@ import io
 import logging
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +32,11 @@ _ASSIGNED = "assigned buffer "
 _LIBRARY_AUTOGRAD = "torch._library.autograd"
 """Where PyTorch makes the autograd.Function of a custom op."""
 
+ASKS = (
+    "the model's code asks whether it is being traced: where it takes another way then, as transformers' attention does, "
+    "the captured one adds up in another order, and results equal those of plain PyTorch but for rounding"
+)
+
 Loss = Callable[[torch.nn.Module, Any], Any]
 
 
@@ -40,6 +47,12 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     captured in eval mode, with its dropout turned on afterwards; `Graph.notes` says so.
     """
     _check_hooks(model)
+    with _heard_asking() as asking:
+        graph = _captured(model, batch, loss)
+    return replace(graph, notes=(*graph.notes, ASKS)) if asking else graph
+
+
+def _captured(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     try:
         exported, notes = _export(model, batch, loss)
         return _build(exported, model, batch, notes=notes)
@@ -59,6 +72,31 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
         "layer drop and dropout inside of attention are left out"
     )
     return _build(exported, model, batch, notes=(note, *notes))
+
+
+@contextlib.contextmanager
+def _heard_asking() -> Iterator[list[str]]:
+    """Who asks PyTorch meanwhile whether it traces, besides PyTorch itself."""
+    asking: list[str] = []
+
+    def heard(real: Callable[[], bool]) -> Callable[[], bool]:
+        def answer() -> bool:
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+            if caller.partition(".")[0] != "torch":
+                asking.append(caller)
+            return real()
+
+        return answer
+
+    questions = (
+        (torch.compiler, ("is_compiling", "is_exporting", "is_dynamo_compiling")),
+        (torch.jit, ("is_tracing",)),
+    )
+    with contextlib.ExitStack() as undoing:
+        for module, names in questions:
+            for name in names:
+                undoing.enter_context(mock.patch.object(module, name, heard(getattr(module, name))))
+        yield asking
 
 
 class _Step(torch.nn.Module):

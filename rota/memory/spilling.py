@@ -105,6 +105,8 @@ class Spilling:
         graph = graph or graph_of(parts, batch)
         batch = placed(batch, parts)
         check_spillable(parts, graph)
+        for note in graph.notes:
+            notice(note)
         host_bytes = self._room.host_bytes
         far = None if host_bytes is None else Far(device=parts.device, host_bytes=host_bytes)
         self._tiers = Tiers(Store(self._room.folder / STORE_FOLDER, notice=notice), Budget(0), far=far)

@@ -74,6 +74,8 @@ class Planned:
         if graph is None:
             parts.watch("capturing the model")
         graph = graph or capture(parts.model, batch, lambda model, one: loss_of(parts.task, model, one, kind))
+        for note in graph.notes:
+            notice(note)
         parts.watch(f"planning {describe(strategy)}", ours=True)
         began_s = time.perf_counter()
         self._first = self._programs.of(batch, graph=graph)

@@ -23,7 +23,7 @@ from rota.runtime import one_device, probe
 from rota.runtime.loop import Loop
 from rota.runtime.messages import Began, Finished, Halted, Noticed
 from rota.strategies import spill
-from rota.task import Data
+from rota.task import Data, Task
 from rota.testing import plain, zoo
 from rota.testing.models import GPT
 from tests.numerics.test_exact import (
@@ -574,3 +574,24 @@ def test_a_model_that_cannot_be_put_on_disk_leaves_no_thread(tmp_path, monkeypat
         train(task, tmp_path, Listening())
     assert caught.traceback  # which keeps what was made
     assert not [one.name for one in threading.enumerate() if one.name.startswith("rota-")]
+
+
+class Asking(torch.nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs).tanh() if torch.compiler.is_compiling() else super().forward(inputs)
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Asking, True), (torch.nn.Linear, False)])
+def test_a_model_that_asks_whether_it_is_traced_may_differ_and_the_run_says_so(kind, told, tmp_path):
+    task = Task(
+        name="a",
+        model=lambda: kind(4, 2),
+        data=lambda: Data(train=torch.ones(8, 4), batch_size=4),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        steps=1,
+        strategy=spill(),
+    )
+    surroundings = Listening()
+    train(task, tmp_path, surroundings)
+    assert any("asks whether it is being traced" in notice for notice in surroundings.notices) == told
