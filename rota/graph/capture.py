@@ -33,8 +33,8 @@ _LIBRARY_AUTOGRAD = "torch._library.autograd"
 """Where PyTorch makes the autograd.Function of a custom op."""
 
 ASKS = (
-    "the model's code asks whether it is being traced: where it takes another way then, as transformers' attention does, "
-    "the captured one adds up in another order, and results equal those of plain PyTorch but for rounding"
+    "the model's code asks whether it is being traced: where it takes another way then, as transformers' attention "
+    "does, the captured one adds up in another order, and results equal those of plain PyTorch but for rounding"
 )
 
 Loss = Callable[[torch.nn.Module, Any], Any]
