@@ -66,7 +66,7 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
     if console.is_jupyter:
         line = display_on(console)
         assert line is not None
-        yield lambda what, done, total: line.show(Text(f"before the run: {what} ({done} of {total})"))
+        yield lambda what, done, total: line.show(Text(printable(f"before the run: {what} ({done} of {total})")))
         return
     if not console.is_terminal:
 

@@ -23,9 +23,9 @@ from rota.execute.asked import Asked
 from rota.execute.events import Launched, Lost, Requeued, RunBegan, RunNoted
 from rota.execute.record import RunRecord
 from rota.execute.run import RunOptions, Source, run_source
-from rota.report.live import LiveProgress, PlainProgress
+from rota.report.live import progress_observer
 from rota.report.table import ranking_table
-from rota.runtime.messages import Began, Failed, Noticed
+from rota.runtime.messages import Beat, Began, Failed, Noticed
 from rota.store import seal
 from rota.store.journal import Journal, read_summary
 from rota.store.run_folder import RunFolder
@@ -279,13 +279,12 @@ def test_the_live_table_and_its_lines_obey_nothing(tmp_path):
         console = Console(
             file=io.StringIO(), force_terminal=terminal, color_system=None, width=200, legacy_windows=False
         )
-        record, shown = RunRecord(), (LiveProgress if terminal else PlainProgress)(console)
-        for time_s, event in enumerate(events):
-            record.apply(event, float(time_s))
-            shown(record, event)
-        if terminal:
-            shown.draw()
-            shown.display.stop()
+        record = RunRecord()
+        with progress_observer(console) as shown:
+            for time_s, event in enumerate(events):
+                record.apply(event, float(time_s))
+                shown(record, event)
+            shown(record, Beat(task="b", phase=EVIL, phase_s=1e6))
         text = console.file.getvalue()
         for piece in ("\x1b]0;", "\x1b[31m", "\x9b", "\x07", "\x08", "\u202e", "\ud800"):
             assert piece not in text
