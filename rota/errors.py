@@ -8,8 +8,9 @@
     │   ├── TooFewDevicesError   more devices were asked for than there are
     │   └── TooLittleMemoryError devices were to have more memory than there is
     ├── RunInUseError            another process is running this run
-    ├── StoreError               the journal of a run, or its folder, cannot be used
-    │   └── RunFolderError       the folder has a link, or something else that is not rota's, where rota writes
+    ├── StoreError               what a run keeps on disk cannot be used, such as its journal
+    │   ├── RunFolderError       the folder has a link, or something else that is not rota's, where rota writes
+    │   └── DiskError            the system refused it: no room, no right, no more open files, ...
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
     │   ├── CorruptCheckpointError   its files are truncated or altered
     │   └── FullDiskError            there is no room for it
@@ -68,11 +69,15 @@ class RunInUseError(RotaError):
 
 
 class StoreError(RotaError):
-    """The journal of a run, or its folder, cannot be used."""
+    """What a run keeps on disk cannot be used: its journal, or its folder."""
 
 
 class RunFolderError(StoreError):
     """A run folder has a link, or another thing that rota did not make, at a name that rota uses."""
+
+
+class DiskError(StoreError):
+    """The system refused to read or write; the run itself is not damaged."""
 
 
 class CheckpointError(RotaError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import click
@@ -18,7 +19,8 @@ from rota.cli.run import run
 from rota.cli.simulate import simulate
 from rota.cli.status import status
 from rota.cli.stop import stop
-from rota.errors import InputError, RotaError, StoreError
+from rota.errors import CheckpointError, InputError, RotaError, StoreError
+from rota.refusals import advice, refusal, sentence
 
 EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -34,19 +36,40 @@ for command in (run, plan, simulate, explain, devices, status, resume, stop, rep
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `rota` command. Exit codes: 0 all finished, 1 some failed, 2 wrong input or run folder, 130 interrupted."""
+    """The `rota` command.
+
+    Exit codes: 0 all finished, 1 some failed, 2 wrong input or a run folder or disk that cannot be used, 130 interrupted.
+    """
     try:
         # Without its standalone mode click returns the code that a command exits with.
         code = commands.main(args=arguments, prog_name="rota", standalone_mode=False) or 0
+        sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         code = EXIT_INPUT
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     except RotaError as error:
-        tell(f"rota: {error}", err=True)
-        code = EXIT_INPUT if isinstance(error, InputError | StoreError) else EXIT_FAILED
+        refused = refusal(error) if isinstance(error, CheckpointError) else None
+        tell(f"rota: {error}{'' if refused is None else f'; {advice(refused)}'}", err=True)
+        code = EXIT_INPUT if isinstance(error, InputError | StoreError) or refused is not None else EXIT_FAILED
     except BrokenPipeError:  # `rota status | head`
         sys.stderr.close()
         code = EXIT_FAILED
+    except Exception as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        tell(f"rota: {sentence(refused)}, then run it again", err=True)
+        code = EXIT_INPUT
+    _leave_output()
     sys.exit(code)
+
+
+def _leave_output() -> None:
+    """What cannot be printed is not tried again at the end of the process, which would print a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()

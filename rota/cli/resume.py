@@ -33,7 +33,9 @@ def resume(
     """
     folder = find_run(run)
     record = RunRecord.replay(read_summary(folder.journal))
-    check_file_is_given(record.source, folder.path)
+    if not record.tasks:
+        raise InputError(f"the run in {folder.path} has not begun; run the sweep file with --out {folder.path}")
+    check_file_is_given(record.source, folder.path, failed=failed)
     sweep = read_source(record.source)
     file = sweep.path
     if file.resolve().is_relative_to(folder.path.resolve()):  # rota writes none there

@@ -52,10 +52,10 @@ def finish(result: Result, *, as_json: bool) -> None:
     raise click.exceptions.Exit(codes.get(result.state, 1))
 
 
-def check_file_is_given(source: str, run_path: Path) -> None:
+def check_file_is_given(source: str, run_path: Path, *, failed: bool) -> None:
     """A run that was begun in a script has no file that could be read again."""
     if not source:
         raise InputError(
             f"the run in {run_path} was begun by a script or notebook; resume it by running that again with "
-            f"out={str(run_path)!r}"
+            f"out={str(run_path)!r}{' and retry_failed=True' if failed else ''}"
         )

@@ -9,6 +9,7 @@ import click
 from rota.cli.options import json_option, print_json, run_argument
 from rota.cli.output import tell
 from rota.errors import InputError, RotaError
+from rota.report.summary import going_on
 from rota.result import open_run
 from rota.store.journal import ask
 from rota.store.run_folder import RunFolder, find_run
@@ -33,7 +34,7 @@ def stop(run: str | None, task: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"run": str(folder.path), "stopped": task or "all"})
     else:
-        tell(f"stopped {task or 'the run'}; go on with: rota resume {folder.path}")
+        tell(f"stopped {task or 'the run'}; go on with: {going_on(result)}")
 
 
 def _wait(folder: RunFolder, task: str | None) -> None:

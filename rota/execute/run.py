@@ -9,7 +9,6 @@ import secrets
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 from rota.cluster import Cluster
 from rota.cluster.discover import available_cores
-from rota.errors import CheckpointError, InputError, RunMismatchError
+from rota.errors import CheckpointError, DiskError, InputError, RotaError, RunMismatchError
 from rota.execute import preflight
 from rota.execute.asked import Asked
 from rota.execute.backends.local import LocalBackend
@@ -29,13 +28,15 @@ from rota.execute.policy import LongestFirst, Policy
 from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
+from rota.refusals import reason, sentence
 from rota.report.format import printable
 from rota.report.html import write_report
 from rota.report.live import profile_progress, progress_observer
+from rota.report.summary import going_on
 from rota.result import Result
 from rota.schedule.problem import OBJECTIVES, Objective
 from rota.state import inside
-from rota.store.journal import Journal, read_summary
+from rota.store.journal import Journal, add, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.store.seal import is_sealed, seal_of
 from rota.sweep import Sweep
@@ -157,9 +158,41 @@ def run(
     return result
 
 
+@dataclass(kw_only=True)
+class _Place:
+    """Where a run is, as soon as that is known."""
+
+    path: Path | None
+
+    def how_to_go_on(self) -> str:
+        """What to do when that which stopped the run is mended."""
+        with contextlib.suppress(RotaError, OSError):
+            if (
+                self.path is not None
+                and RunFolder(self.path).exists()
+                and (record := _before(RunFolder(self.path))).tasks
+            ):
+                return f"go on with: {going_on(Result(RunFolder(self.path), record))}"
+        return "run it again"
+
+
+@contextlib.contextmanager
+def _advising(path: Path | None) -> Iterator[_Place]:
+    """Turn what the system refuses a run into a DiskError that says how the run goes on."""
+    place = _Place(path=path)
+    try:
+        yield place
+    except BrokenPipeError:
+        raise  # whoever read what is printed has gone, and knows
+    except (DiskError, OSError) as error:
+        told = str(error) if isinstance(error, DiskError) else sentence(error)
+        raise DiskError(f"{told}, then {place.how_to_go_on()}") from error
+
+
 def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
     """Run the sweep that `load` gives. Workers start first: they import torch while the sweep is read."""
     with contextlib.ExitStack() as stack:
+        place = stack.enter_context(_advising(options.out))
         held = options.out is not None and RunFolder(options.out).exists()
         if options.out is not None and held:
             stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
@@ -185,6 +218,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
 
             mirror.check(options.storage)
         folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
+        place.path = folder.path
         if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
             stack.enter_context(folder.held())
@@ -280,7 +314,7 @@ def _report(folder: RunFolder) -> None:
     try:
         write_report(folder)
     except OSError as error:
-        text = f"the report {folder.report} could not be written ({error.strerror}); run `rota report` later"
+        text = f"the report could not be written ({reason(error)}); run `rota report {folder.path}` later"
         warnings.warn(printable(text), stacklevel=2)
 
 
@@ -324,14 +358,9 @@ def _begin_or_resume(
             **_places(options, folder, record),
             asked=options.asked.plain(),
         )
-    journal = Journal(folder.journal)
-    try:
-        time_s = time.time()
-        record.apply(event, time_s)
-        journal.append(event, time_s=time_s)
-        journal.commit()
-    finally:
-        journal.close()
+    time_s = backend.now_s()
+    record.apply(event, time_s)
+    add(folder.journal, event, time_s=time_s)
     return record
 
 

@@ -56,7 +56,7 @@ class StoreWriter:
     def submit(self, tree: Any, *, step: int, fresh: bool = False) -> None:
         """Make the state durable: what is in memory is written, and what is on disk stays."""
         begun_s = time.perf_counter()
-        error = None
+        error, cause = None, None
         try:
             self._tiers.flush()
             skeleton, tensors = flatten(tree)
@@ -72,8 +72,8 @@ class StoreWriter:
             self._tiers.store.commit(about, items={_REST, *_referred(skeleton)})
             self._tiers.store.remove_unused()
         except CheckpointError as failure:
-            error = str(failure)
-        self.last = Written(step=step, write_s=time.perf_counter() - begun_s, error=error)
+            error, cause = str(failure), failure
+        self.last = Written(step=step, write_s=time.perf_counter() - begun_s, error=error, cause=cause)
         self._done(self.last)
 
     def wait(self) -> None:

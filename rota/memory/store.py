@@ -24,8 +24,10 @@ import numpy as np
 
 from rota.errors import CheckpointError, CorruptCheckpointError, FullDiskError
 from rota.memory.slab import ALIGNMENT
+from rota.refusals import is_damage
 from rota.state import inside
 from rota.state.files import about_to_commit, make_private_folder, remove, sync_folder, write_text
+from rota.store.run_folder import again
 
 _FORMAT = 3
 _RECORD = "commit.json"
@@ -113,7 +115,7 @@ class Store:
         if count == 0:
             raise CorruptCheckpointError(
                 f"{self._path(item, version.slot)} ends after {offset} of {version.size_bytes} bytes; "
-                "run `rota resume --failed` to go on from the last commit"
+                f"run {again(self._folder.parent)} to go on from the last commit"
             )
         return count
 
@@ -169,7 +171,7 @@ class Store:
                     file.fileno(), version.size_bytes, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
                 )
         except OSError as error:
-            raise CorruptCheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+            raise _unread(path, error) from error
         with memoryview(found) as data:
             if version.checksum is not None and checksum(data) != version.checksum:
                 raise CorruptCheckpointError(f"{path.name} was altered since it was written")
@@ -264,7 +266,7 @@ class Store:
             found = {_item(name): _version(*facts) for name, facts in plain["items"].items()}
             return found, dict(plain["about"])
         except OSError as error:
-            raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from error
+            raise _unread(path, error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{name} was altered since it was written") from error
 
@@ -318,6 +320,12 @@ class Store:
                     "page cache, which may be slower and takes memory of its own"
                 )
             return inside.opened(path, flags)
+
+
+def _unread(path: Path, error: OSError) -> CheckpointError:
+    """What to raise for a file that the system does not read: it is damaged, or it cannot be read now."""
+    kind = CorruptCheckpointError if is_damage(error) else CheckpointError
+    return kind(f"{path.name if is_damage(error) else path} cannot be read: {error.strerror}")
 
 
 def _write_all(handle: int, data: memoryview, start: int) -> None:

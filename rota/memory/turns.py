@@ -125,7 +125,7 @@ class Turns:
         while not self._heard:
             data = self._socket.recv(1 << 16)
             if not data:
-                raise TaskError("the pool is gone; run `rota resume`")
+                raise TaskError("the pool is gone; try the task again with `rota resume --failed`")
             self._heard += [message for message, _ in self._deframer.feed(data)]
         return self._heard.pop(0)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rota.cluster.device import format_bytes
-from rota.errors import CheckpointError, FullDiskError, PeerError, RotaError, TaskError, WayError
+from rota.errors import CheckpointError, PeerError, RotaError, TaskError, WayError
+from rota.refusals import advice, refusal
 from rota.runtime import limits
 from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts, setup_limit_s
 from rota.runtime.gang import Gang
@@ -23,7 +24,7 @@ from rota.runtime.training import Training
 from rota.state import checkpoint, inside
 from rota.state.mirror import Mirror
 from rota.state.writer import CheckpointWriter, Saver, Written
-from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER
+from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER, again
 from rota.task import Task
 
 if TYPE_CHECKING:
@@ -121,10 +122,9 @@ class Loop:
             self._metrics.flush()
             if isinstance(error, TaskError | PeerError):
                 raise
-            room = (
-                "; make room on the disk, then run `rota resume --failed`" if isinstance(error, FullDiskError) else ""
-            )
-            raise TaskError(f"{error}{room}") from error
+            refused = refusal(error)
+            told = f"; {advice(refused)}, then run {again(self._folder)}" if refused is not None else ""
+            raise TaskError(f"{error}{told}") from error
         finally:
             with self._while_running:
                 self._watch_saving("the last checkpoint")
@@ -362,7 +362,7 @@ class Loop:
         state = self._save_and_wait(training)
         written = self._writer.last
         if written is not None and written.error is not None:
-            raise CheckpointError(f"{written.error}; make room and run `rota resume --failed`")
+            raise CheckpointError(written.error) from written.cause
         if state is not None:
             checkpoint.write_model(self._folder / MODEL_FILE, self._writer.whole(state["model"]))
             if self._mirror is not None:

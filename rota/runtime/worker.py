@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rota.errors import DivergedError, PeerError, RotaError, TaskError, WayError
+from rota.errors import DiskError, DivergedError, PeerError, RotaError, TaskError, WayError
+from rota.refusals import refusal, sentence, told
 from rota.runtime.link import ORPHAN_S, Link, clock_s
 from rota.runtime.messages import (
     Beat,
@@ -48,7 +49,7 @@ from rota.runtime.messages import (
     Try,
 )
 from rota.state import files, inside
-from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, output_file, try_lock
+from rota.store.run_folder import LOCK_FILE, OUTPUT_FILE, again, output_file, try_lock
 from rota.threads import OwnedThread, safe_point
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class Worker:
         self._confirmed = 0
         self._current: Train | Look | Try | None = None
         self._latest: Train | None = None
+        self._seen_bytes = 0
         # (what, since, limit, retry, step): replaced as a whole, so that the beating thread never sees a half.
         self._watched: tuple[str, float, float | None, bool, int] = (STARTING, time.monotonic(), START_S, True, 0)
 
@@ -222,11 +224,17 @@ class Worker:
             phase_s=time.monotonic() - since_s,
             limit_s=limit_s,
             retry=retry,
-            memory_bytes=self._process.memory_info().rss,
+            memory_bytes=self._memory_bytes(),
             step=step,
             at_s=clock_s(),
         )
         self.report(beat)
+
+    def _memory_bytes(self) -> int:
+        """What was seen last where the user's code has left no file to look through: the process lives all the same."""
+        with contextlib.suppress(OSError):
+            self._seen_bytes = self._process.memory_info().rss
+        return self._seen_bytes
 
     # ---- one task ----
 
@@ -439,11 +447,15 @@ def _failed(command: Train | Look | Try, error: TaskError, loop: Loop | None) ->
 
 
 def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
-    """A failure outside of the user's code: memory that ran out between their calls, or a defect of rota."""
+    """A failure outside of the user's code: memory that ran out, what the system refused, or a defect of rota."""
     from rota.runtime.user_code import is_out_of_memory
 
     if is_out_of_memory(error):
         reason = "training ran out of memory; use a smaller model or batch, or a device with more memory"
+    elif (refused := refusal(error)) is not None:
+        then = f", then run {again(Path(command.folder))}" if isinstance(command, Train) else ""
+        reason = f"{error if isinstance(error, DiskError) else sentence(refused)}{then}"
+        return Failed(task=command.task, attempt=command.attempt, step=0, reason=reason)
     else:
         reason = f"rota itself failed with {type(error).__name__}: {error}; please report it with the traceback"
     trace = "".join(traceback.format_exception(error))
@@ -453,13 +465,16 @@ def _unexpected(command: Train | Look | Try, error: Exception) -> Failed:
 @contextlib.contextmanager
 def _owning(folder: Path) -> Iterator[None]:
     """Hold the task's folder: a worker of a killed controller may live a moment longer, and must not write with us."""
-    handle = inside.opened(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    path = folder / LOCK_FILE
+    with told(f"the lock {path} cannot be taken"):
+        handle = inside.opened(path, os.O_RDWR | os.O_CREAT)
     deadline_s = time.monotonic() + _LOCK_WAIT_S
     try:
-        while not try_lock(handle):
-            if time.monotonic() > deadline_s:
-                raise TaskError(f"another process is training in {folder}; end it, then `rota resume`")
-            time.sleep(0.05)
+        with told(f"the lock {path} cannot be taken"):
+            while not try_lock(handle):
+                if time.monotonic() > deadline_s:
+                    raise TaskError(f"another process is training in {folder}; end it, then run {again(folder)}")
+                time.sleep(0.05)
         yield
     finally:
         os.close(handle)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rota.errors import CheckpointError, CorruptCheckpointError
+from rota.refusals import is_damage, reason, refusal
 from rota.state import files, inside
 from rota.state.tree import flatten, unflatten
 
@@ -140,6 +141,9 @@ def read(path: Path) -> Any:
             )
         return unflatten(state["tree"], load_file(path / _TENSORS))
     except (OSError, *UNREADABLE) as error:
+        refused = refusal(error)
+        if refused is not None and not is_damage(refused):
+            raise CheckpointError(f"checkpoint {path} cannot be read ({reason(refused)})") from error
         raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({_reason(error)})") from error
 
 

@@ -27,6 +27,8 @@ class Written:
     write_s: float
     error: str | None
     """Why it was not written, or None."""
+    cause: Exception | None = None
+    """What that comes from."""
 
 
 class Saver(Protocol):
@@ -132,16 +134,17 @@ class CheckpointWriter:
 
     def _write(self, skeleton: Any, step: int) -> None:
         started_s = time.perf_counter()
-        error = None
+        error: str | None = None
+        cause: Exception | None = None
         try:
             path = checkpoint.write_flat(self._folder, skeleton, self._buffers)
             if self._mirror is not None:
                 self._mirror.send(path)
         except CheckpointError as failure:
-            error = str(failure)
+            error, cause = str(failure), failure
         except Exception as failure:  # a bug here must not end as a checkpoint that is silently missing
-            error = f"{type(failure).__name__}: {failure}"
+            error, cause = f"{type(failure).__name__}: {failure}", failure
         if not self._keeps_buffers:
             self._buffers = {}
-        self.last = Written(step=step, write_s=time.perf_counter() - started_s, error=error)
+        self.last = Written(step=step, write_s=time.perf_counter() - started_s, error=error, cause=cause)
         self._done(self.last)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
-from rota.errors import InputError, StoreError
+from rota.errors import DiskError, InputError, StoreError
+from rota.refusals import advice, reason
 from rota.state import files, inside
 
 FILE = "journal.db"
@@ -17,6 +20,28 @@ HOLDERS = "CREATE TABLE IF NOT EXISTS holders (number INTEGER PRIMARY KEY, time_
 """Beside those of schema.sql; the oldest journals lack it."""
 _FORMAT = 1
 _BUSY_MS = 5000
+_LONGEST_PATH = 504
+"""SQLite's own paths have 512 bytes at most, and it adds up to 8 for the files beside this one."""
+_DAMAGES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_FORMAT)
+_DAMAGED = (
+    "the file is damaged; restore it from a backup, or move it away and start the run anew "
+    "(models and checkpoints beside it are untouched)"
+)
+
+Row = tuple[float, str, str, str]
+"""An event: its time, kind, task and JSON."""
+INSERT_EVENT = "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)"
+
+
+def make(path: Path, rows: Sequence[Row] = ()) -> None:
+    """Make a journal that holds these events, whole or not at all: in memory, beside its place, and then there."""
+    with translated(path), contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.executescript(_script())
+        connection.execute(f"PRAGMA user_version={_FORMAT}")
+        connection.executemany(INSERT_EVENT, rows)
+        check_length(path)
+        with files.replacing(path) as side:
+            side.write_bytes(connection.serialize())
 
 
 def create(path: Path, *, durable: bool) -> sqlite3.Connection:
@@ -27,7 +52,7 @@ def create(path: Path, *, durable: bool) -> sqlite3.Connection:
     with translated(path):
         _check_files(path, written=True)
         if not path.exists():
-            _make(path)
+            make(path)
         connection = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1000)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
@@ -35,27 +60,28 @@ def create(path: Path, *, durable: bool) -> sqlite3.Connection:
         return connection
 
 
-def _make(path: Path) -> None:
-    """Make an empty journal beside its place and move it there whole: a kill must not leave one without tables."""
-    with files.replacing(path) as side:
-        connection = sqlite3.connect(side, isolation_level=None)
-        try:
-            connection.executescript(_script())
-            connection.execute(f"PRAGMA user_version={_FORMAT}")
-        finally:
-            connection.close()
+def check_length(path: Path) -> None:
+    """InputError for a path that SQLite cannot open: it adds to it, and links count with what they lead to."""
+    length = len(os.fsencode(os.path.realpath(path)))
+    if length > _LONGEST_PATH:
+        raise InputError(
+            f"the path of the run folder {path.parent} is too long: with {path.name} it has {length} bytes, and SQLite "
+            f"takes {_LONGEST_PATH}; use a shorter one"
+        )
 
 
 def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:
     """Open the file of a run that exists, to read it while another process writes."""
     if not path.is_file():
         raise InputError(f"{path.parent} is not a run: it holds no {path.name}; see `rota status` for the runs here")
+    check_length(path)
     with translated(path):
         _check_files(path, written=writable)
         mode = "rw" if writable else "ro"
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=_BUSY_MS / 1000
-        )
+        # Readers make files, too. Where they cannot, and nothing is beside the journal, nobody writes to it either.
+        still = not (writable or os.access(path.parent, os.W_OK) or path.with_name(path.name + "-wal").exists())
+        address = f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if still else ''}"
+        connection = sqlite3.connect(address, uri=True, isolation_level=None, timeout=_BUSY_MS / 1000)
         _check(connection, path)
         return connection
 
@@ -86,26 +112,44 @@ def may_be_full(error: sqlite3.OperationalError) -> bool:
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into a StoreError that says what to do."""
+    """Turn SQLite's errors into a StoreError that says what to do: a DiskError where the system refused."""
     try:
         yield
     except OSError as error:
-        raise StoreError(
-            f"the journal {path} cannot be made ({error.strerror}); see that its folder is there and can be written"
-        ) from error
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        # A damaged name of a table makes a message that is not even text.
-        reason = "malformed" if isinstance(error, UnicodeDecodeError) else str(error)
-        if "full" in reason:
-            advice = "make room on the disk, then `rota resume`"
-        elif "malformed" in reason or "not a database" in reason:
-            advice = (
-                "the file is damaged; restore it from a backup, or move it away and start the run anew "
-                "(models and checkpoints beside it are untouched)"
-            )
+        raise DiskError(f"the journal {path} cannot be made ({reason(error)}); {advice(error)}") from error
+    except UnicodeDecodeError as error:  # a damaged name of a table makes a message that is not even text
+        raise StoreError(f"the journal {path} cannot be used (malformed); {_DAMAGED}") from error
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", None)  # that of a damaged text has none
+        found = "malformed" if code is None and "decode" in str(error).lower() else str(error)
+        if code is None or code & 0xFF in _DAMAGES or "malformed" in found:
+            raise StoreError(f"the journal {path} cannot be used ({found}); {_DAMAGED}") from error
+        if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            instead = "close the other program that has it open"
+        elif code & 0xFF == sqlite3.SQLITE_FULL:
+            instead = "make room on the disk"
+        elif (refused := _refused(path)) is not None:
+            found, instead = f"{found}: {reason(refused)}", advice(refused)
+        elif code & 0xFF == sqlite3.SQLITE_IOERR:
+            instead = "see that the disk has room and works"
         else:
-            advice = "see that the folder can be read and written by you"
-        raise StoreError(f"the journal {path} cannot be used ({reason}); {advice}") from error
+            instead = "see that the folder can be read and written by you"
+        raise DiskError(f"the journal {path} cannot be used ({found}); {instead}") from error
+
+
+def _refused(path: Path) -> OSError | None:
+    """What the system says where SQLite does not tell: asked again, by opening what SQLite opens."""
+    try:
+        for one in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm"))):
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(one, os.O_RDWR))
+        if not os.access(path.parent, os.W_OK):
+            read_only = os.statvfs(path.parent).f_flag & os.ST_RDONLY
+            code = errno.EROFS if read_only else errno.EACCES
+            return OSError(code, os.strerror(code), str(path.parent))
+    except OSError as error:
+        return error
+    return None
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

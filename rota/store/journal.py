@@ -13,7 +13,6 @@ from rota import codec
 from rota.errors import MessageError, RunInUseError, StoreError
 from rota.store import database
 
-_INSERT = "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)"
 _FULL_DISK_PATIENCE_S = 5.0
 _FULL_DISK_PAUSE_S = 0.1
 
@@ -26,6 +25,19 @@ class Request:
     task: str
 
 
+def add(path: Path, event: Any, *, time_s: float) -> None:
+    """Keep one event. A journal comes into being with its first: whatever fails here, there is none without."""
+    if not path.exists():
+        database.make(path, [_row(event, time_s)])
+        return
+    journal = Journal(path)
+    try:
+        journal.append(event, time_s=time_s)
+        journal.commit()
+    finally:
+        journal.close()
+
+
 class Journal:
     """The controller's end: it alone appends events.
 
@@ -36,7 +48,7 @@ class Journal:
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
         self._connection = database.create(path, durable=durable)
-        self._appended: list[tuple[float, str, str, str]] = []
+        self._appended: list[database.Row] = []
         with database.translated(path):
             self._connection.execute(database.HOLDERS)
             opened = self._connection.execute("INSERT INTO holders (time_s) VALUES (?)", (time.time(),))
@@ -45,8 +57,7 @@ class Journal:
 
     def append(self, event: Any, *, time_s: float) -> None:
         """Add an event; it is kept from the next `commit` on."""
-        kind, data = codec.encode(event)
-        self._appended.append((time_s, kind, getattr(event, "task", ""), data))
+        self._appended.append(_row(event, time_s))
 
     def commit(self) -> None:
         """Keep what was appended.
@@ -61,7 +72,7 @@ class Journal:
                 try:
                     with database.transaction(self._connection):
                         self._check_held()
-                        self._connection.executemany(_INSERT, self._appended)
+                        self._connection.executemany(database.INSERT_EVENT, self._appended)
                     break
                 except sqlite3.OperationalError as error:
                     if not database.may_be_full(error) or time.monotonic() > patience_ends_s:
@@ -87,6 +98,11 @@ class Journal:
     def close(self) -> None:
         """Let go of the file; what was not committed is not kept."""
         self._connection.close()
+
+
+def _row(event: Any, time_s: float) -> database.Row:
+    kind, data = codec.encode(event)
+    return time_s, kind, getattr(event, "task", ""), data
 
 
 def read_events(path: Path) -> Iterator[tuple[float, Any]]:

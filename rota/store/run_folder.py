@@ -17,15 +17,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rota.errors import InputError, RunInUseError
+from rota.errors import DiskError, InputError, RunInUseError
+from rota.refusals import advice, reason, told
 from rota.state import inside
 from rota.state.files import make_private_folder
+from rota.store import database
 from rota.store.database import FILE as JOURNAL_FILE
 
 MODEL_FILE = "model.safetensors"
@@ -39,11 +43,18 @@ REPORT_FILE = "report.html"
 DEFAULT_ROOT = Path("runs")
 
 _LOCK_WAIT_S = 2.0
+_LEFT = r"\.(report\.html|journal\.db)\..+\.tmp(-journal)?"
+"""What killed processes were writing."""
 
 
 def output_file(rank: int) -> str:
     """What the code of a task printed in one of its processes."""
     return f"output-{rank}.log" if rank else OUTPUT_FILE
+
+
+def again(task_folder: Path) -> str:
+    """The command that tries a task again which has failed, by the folder of the task."""
+    return f"`rota resume --failed {shlex.quote(str(task_folder.parent.parent))}`"
 
 
 class RunFolder:
@@ -66,7 +77,9 @@ class RunFolder:
         """Whether a run has begun here."""
         try:
             return self.journal.is_file()
-        except OSError:  # a name that is too long
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
             return False
 
     def active_s(self) -> float:
@@ -83,17 +96,28 @@ class RunFolder:
     def prepare(self) -> None:
         """Make the folder, for this user alone. InputError if it holds something else."""
         try:
+            database.check_length(self.journal)
             if self.path.exists() and not self.path.is_dir():
                 raise InputError(f"{self.path} is a file; give a folder for the run")
             if self.path.is_dir() and not self.exists() and any(map(_is_foreign, self.path.iterdir())):
                 raise InputError(f"{self.path} is not empty and is not a run of rota; give an empty or a new folder")
             make_private_folder(self.path)
         except OSError as error:
-            raise InputError(f"the run folder {self.path} cannot be made: {error.strerror}") from error
+            raise InputError(f"the run folder {self.path} cannot be made ({reason(error)}); {advice(error)}") from error
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the run: no other controller can, until this one ends or dies."""
+        with told(f"the lock {self.path / LOCK_FILE} cannot be taken"):
+            handle = self._lock()
+        try:
+            inside.remove_each(self.path, _LEFT)
+            yield
+        finally:
+            os.close(handle)
+
+    def _lock(self) -> int:
+        """The open file of the lock, which this process has. RunInUseError if another has it."""
         handle = inside.opened(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             # A killed controller's last breath may still be in the air.
@@ -108,20 +132,24 @@ class RunFolder:
                 time.sleep(0.05)
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-            yield
-        finally:
+        except BaseException:
             os.close(handle)
+            raise
+        return handle
 
     def is_held(self) -> bool:
         """Whether a controller is running this run now."""
         try:
-            handle = inside.opened(self.path / LOCK_FILE, os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            return not try_lock(handle)
-        finally:
-            os.close(handle)
+            with told(f"the lock {self.path / LOCK_FILE} cannot be looked at"):
+                handle = inside.opened(self.path / LOCK_FILE, os.O_RDONLY)
+                try:
+                    return not try_lock(handle, shared=True)
+                finally:
+                    os.close(handle)
+        except DiskError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
 
 
 def find_run(name: str | Path | None, *, root: Path = DEFAULT_ROOT) -> RunFolder:
@@ -142,8 +170,14 @@ def list_runs(root: Path = DEFAULT_ROOT) -> list[RunFolder]:
     """The runs below a folder, the one that was last active at the end."""
     if not root.is_dir():
         return []
-    runs = [RunFolder(path) for path in root.iterdir() if RunFolder(path).exists()]
-    return sorted(runs, key=RunFolder.active_s)
+    return sorted(filter(_is_ours, map(RunFolder, root.iterdir())), key=RunFolder.active_s)
+
+
+def _is_ours(folder: RunFolder) -> bool:
+    try:
+        return folder.exists()
+    except PermissionError:  # another user's, beside which this user's runs are still listed
+        return False
 
 
 def new_run_path(name: str, *, root: Path = DEFAULT_ROOT) -> Path:
@@ -160,10 +194,13 @@ def _is_foreign(path: Path) -> bool:
     return path.name != LOCK_FILE and not path.name.startswith(f".{JOURNAL_FILE}")
 
 
-def try_lock(handle: int) -> bool:
-    """Lock an open file for this process and those that inherit it; False if another has it."""
+def try_lock(handle: int, *, shared: bool = False) -> bool:
+    """Lock an open file for this process and those that inherit it; False if another has it.
+
+    OSError where the system cannot tell, which is not the same.
+    """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     return True

@@ -413,8 +413,9 @@ def test_a_disk_that_fails_fails_the_task_clearly_and_the_last_commit_stands(tmp
         return original(*args)
 
     monkeypatch.setattr(os, call, failing)
-    advice = "; make room on the disk, then run `rota resume --failed`" if call == "pwrite" else ""
-    with pytest.raises(TaskError, match=rf"^\S+ cannot be (written to|read from) \S+ \(broken\){advice}$"):
+    advice = "make room on the disk" if call == "pwrite" else "check the disk and the system's log"
+    then = rf"{advice}, then run `rota resume --failed \S+`"
+    with pytest.raises(TaskError, match=rf"^\S+ cannot be (written to|read from) \S+ \(broken\); {then}$"):
         train(task, tmp_path, Surroundings(), attempt=2)
     monkeypatch.undo()
     surroundings = Surroundings()

@@ -209,6 +209,21 @@ def test_a_missing_file_is_damage(folder, name):
         checkpoint.read(path)
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(folder, monkeypatch, code):
+    path = checkpoint.write(folder, tree_of(1))
+
+    def failing(handle, how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("hashlib.file_digest", failing)
+    with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
+        checkpoint.read_latest(folder, notice=no_notice)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+    monkeypatch.undo()
+    assert checkpoint.read_latest(folder, notice=no_notice).path == path
+
+
 def test_numbering_continues_past_damaged_checkpoints(folder):
     for step in (1, 2):
         checkpoint.write(folder, tree_of(step))

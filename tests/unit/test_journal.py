@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import sqlite3
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from rota import codec
-from rota.errors import InputError, RunInUseError, StoreError
+from rota.errors import DiskError, InputError, RunInUseError, StoreError
 from rota.execute.events import Launched, Lost, RunBegan, RunEnded, RunNoted
 from rota.execute.record import RunRecord
+from rota.refusals import advice
 from rota.runtime.messages import Began, Finished, Measured, Noticed, Saved, Shutdown
 from rota.state import files
 from rota.store import database
-from rota.store.journal import Journal, Request, ask, read_events, read_metrics, read_summary
+from rota.store.journal import Journal, Request, add, ask, read_events, read_metrics, read_summary
 from rota.store.run_folder import RunFolder
 
 BEGAN = RunBegan(
@@ -166,6 +170,112 @@ def test_a_disk_that_stays_full_is_told_and_what_was_there_is_kept(path, monkeyp
     assert "make room" in sentence
     writer.close()
     assert [event for _, event in read_events(path)] == [kept]
+
+
+def test_a_journal_comes_into_being_with_its_first_event_or_not_at_all(path, monkeypatch, refused):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    sentence = refused(add, path, BEGAN, time_s=1.0, error=DiskError)
+    assert f"the journal {path} cannot be made (No space left on device); make room on the disk" in sentence
+    assert list(path.parent.iterdir()) == []
+    monkeypatch.undo()
+    add(path, BEGAN, time_s=1.0)
+    add(path, EVENTS[1][1], time_s=2.0)
+    assert list(read_events(path)) == [(1.0, BEGAN), EVENTS[1]]
+
+
+def test_the_first_event_may_follow_into_an_empty_journal_of_an_earlier_version(path):
+    Journal(path).close()
+    add(path, BEGAN, time_s=1.0)
+    assert list(read_events(path)) == [(1.0, BEGAN)]
+
+
+def path_of_length(folder, length):
+    while (left := length - len(os.fsencode(folder)) - len("/journal.db")) > 0:
+        folder = folder / ("x" * min(200, max(1, left - 1 if left - 201 != 1 else 150)))
+    folder.mkdir(parents=True)
+    found = folder / "journal.db"
+    assert len(os.fsencode(found)) == length
+    return found
+
+
+def test_the_longest_path_is_the_one_that_sqlite_can_open(tmp_path):
+    longest = path_of_length(tmp_path.resolve(), 504)
+    write(longest, EVENTS)
+    assert list(read_events(longest)) == EVENTS
+    longer = path_of_length(tmp_path.resolve(), 505)
+    with pytest.raises(sqlite3.OperationalError):
+        sqlite3.connect(longer).execute("CREATE TABLE a (b)")
+
+
+def test_a_longer_path_is_refused_with_both_lengths_before_anything_is_made(tmp_path, refused):
+    path = path_of_length(tmp_path.resolve(), 505)
+    path.parent.rmdir()
+    for use in (lambda: RunFolder(path.parent).prepare(), lambda: Journal(path)):
+        sentence = refused(use)
+        assert "505" in sentence
+        assert "504" in sentence
+        assert "shorter" in sentence
+    assert not path.parent.exists()
+
+
+def test_a_run_that_was_moved_to_a_longer_path_is_refused_with_the_reason(tmp_path, refused):
+    write(tmp_path / "journal.db", EVENTS)
+    path = path_of_length(tmp_path.resolve(), 505)
+    os.rename(tmp_path / "journal.db", path)
+    assert "shorter" in refused(lambda: list(read_events(path)))
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EROFS, errno.EIO])
+def test_where_sqlite_cannot_open_the_journal_the_systems_own_reason_is_told(path, monkeypatch, refused, code):
+    write(path, EVENTS)
+
+    def failing(*arguments, **options):
+        raise sqlite3_error("unable to open database file", sqlite3.SQLITE_CANTOPEN)
+
+    def failing_open(name, *arguments):
+        raise OSError(code, os.strerror(code), str(name))
+
+    monkeypatch.setattr(sqlite3, "connect", failing)
+    monkeypatch.setattr(os, "open", failing_open)
+    sentence = refused(lambda: list(read_events(path)), error=DiskError)
+    assert f"{os.strerror(code)}: {path}" in sentence
+    assert advice(OSError(code, "")) in sentence
+
+
+def sqlite3_error(words, code):
+    error = sqlite3.OperationalError(words)
+    error.sqlite_errorcode = code
+    return error
+
+
+def without_rights(work):
+    """What some work gives in a process that may write no more than the modes of files say."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            os.write(writing, str(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as told:
+        found = told.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_can_be_read():
+    with tempfile.TemporaryDirectory() as folder:  # its parents can be entered by all, unlike those of tmp_path
+        path = Path(folder) / "journal.db"
+        write(path, EVENTS)
+        path.chmod(0o444)
+        Path(folder).chmod(0o555)
+        assert without_rights(lambda: list(read_events(path)) == EVENTS) == "True"
 
 
 def test_committing_nothing_is_nothing(path):

@@ -246,6 +246,23 @@ def test_a_damaged_record_is_an_error(store, tmp_path, damage):
         reopened(tmp_path)
 
 
+def test_a_record_that_cannot_be_read_now_is_not_damaged(store, tmp_path, monkeypatch):
+    store.write("a", slab(1).bytes)
+    store.commit({"step": 1})
+
+    def failing(path, **options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_text", failing)
+    with pytest.raises(CheckpointError, match="Too many open files") as caught:
+        reopened(tmp_path)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+    monkeypatch.undo()
+    again, about = reopened(tmp_path)
+    assert about == {"step": 1}
+    again.close()
+
+
 def test_a_record_of_another_format_is_for_another_version(store, tmp_path):
     (tmp_path / "store" / "commit.json").write_text('{"format": 2, "items": {}, "about": {}}')
     with pytest.raises(CheckpointError, match=r"another version of rota \(format 2\)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import signal
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import rota.store
-from rota.errors import InputError, RunInUseError
+from rota.errors import DiskError, InputError, RunInUseError
 from rota.store import run_folder
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder, find_run, list_runs, new_run_path
@@ -132,6 +134,67 @@ def test_asking_whether_it_is_held_does_not_hold_it(tmp_path):
     assert not folder.is_held()
     with folder.held():
         pass
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF])
+def test_a_lock_that_the_system_refuses_is_not_held_by_another(tmp_path, impatient, refused, monkeypatch, code):
+    def flock(handle, operation):
+        raise OSError(code, os.strerror(code))
+
+    with RunFolder(tmp_path).held():
+        pass
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for use in (RunFolder(tmp_path).held().__enter__, RunFolder(tmp_path).is_held):
+        sentence = refused(use, error=DiskError)
+        assert f"{tmp_path / 'lock'} cannot be" in sentence
+        assert os.strerror(code) in sentence
+
+
+def test_a_lock_that_cannot_be_opened_is_not_free(tmp_path, refused, monkeypatch):
+    with RunFolder(tmp_path).held():
+        pass
+
+    def failing(name, *arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(name))
+
+    monkeypatch.setattr(os, "open", failing)
+    for use in (RunFolder(tmp_path).held().__enter__, RunFolder(tmp_path).is_held):
+        assert "ulimit -n" in refused(use, error=DiskError)
+
+
+def test_no_file_is_left_open_where_the_lock_fails(tmp_path, monkeypatch, refused):
+    def flock(handle, operation):
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = os.listdir("/proc/self/fd")
+    refused(RunFolder(tmp_path).held().__enter__, error=DiskError)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_whoever_holds_a_run_removes_what_killed_processes_were_writing(tmp_path):
+    folder = make_run(tmp_path / "a")
+    left = [folder.path / name for name in (".journal.db.123.tmp", ".report.html.99.tmp")]
+    mine = folder.path / ".notes.tmp"
+    for path in (*left, mine):
+        path.touch()
+    with folder.held():
+        assert not any(path.exists() for path in left)
+    assert mine.exists()
+
+
+def test_runs_of_others_that_cannot_be_looked_at_do_not_hide_mine(tmp_path, monkeypatch):
+    mine = make_run(tmp_path / "mine")
+    (tmp_path / "theirs").mkdir()
+    original = Path.is_file
+
+    def is_file(path):
+        if "theirs" in str(path):
+            raise PermissionError(errno.EACCES, "no", str(path))
+        return original(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert [run.path for run in list_runs(tmp_path)] == [mine.path]
 
 
 def test_the_lock_is_for_this_user_alone(tmp_path):
