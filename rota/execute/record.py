@@ -6,6 +6,7 @@ shown is what the controller believed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,7 +149,11 @@ class RunRecord:
         return counts
 
     def apply(self, event: Event, time_s: float) -> None:
-        """Take note of one event. StoreError if it cannot have happened now."""
+        """Take note of one event. StoreError if it cannot have happened now.
+
+        A clock that was set back between two controllers does not make anything end before it began.
+        """
+        time_s = max(time_s, self.last_s)
         before_s, self.last_s = self.last_s, time_s
         if isinstance(event, RunBegan):
             self._begin(event, time_s)
@@ -226,7 +231,8 @@ class RunRecord:
         elif isinstance(event, Measured):
             task.step = max(step for step, _ in event.rows) if event.rows else task.step
             task.metrics = dict(event.latest)
-            task.step_s = event.step_s if event.step_s is not None else task.step_s
+            known = event.step_s is not None and 0 < event.step_s < math.inf
+            task.step_s = event.step_s if known else task.step_s
             task.pace = tuple(event.pace) or task.pace
         elif isinstance(event, Saved):
             task.saved_step = event.step

@@ -328,6 +328,7 @@ def _begin_or_resume(
     devices = tuple(_device_facts(cluster))
     if folder.exists():
         record = RunRecord.replay(read_summary(folder.journal))
+        backend.clock.not_before(record.last_s)
     if record.tasks:
         _check_same(folder, record, source, options)
         again = {TaskState.STOPPED} | ({TaskState.FAILED} if options.retry_failed else set())
@@ -505,7 +506,7 @@ def _carry_out(
 ) -> None:
     journal = Journal(folder.journal)
     try:
-        with _observing(options) as observer:
+        with _observing(options, backend) as observer:
             controller = Controller(
                 sweep=sweep,
                 record=record,
@@ -620,11 +621,11 @@ def _scheduled(
 
 
 @contextlib.contextmanager
-def _observing(options: RunOptions) -> Iterator[Observer | None]:
+def _observing(options: RunOptions, backend: LocalBackend) -> Iterator[Observer | None]:
     if not options.progress:
         yield None
         return
-    with progress_observer() as observer:
+    with progress_observer(now_s=backend.now_s) as observer:
         yield observer
 
 

@@ -44,14 +44,17 @@ _ORDER = (
 
 
 @contextlib.contextmanager
-def progress_observer(console: Console | None = None) -> Iterator[Observer]:
-    """An observer for the controller that shows what happens on `console` (standard error by default)."""
+def progress_observer(console: Console | None = None, *, now_s: Callable[[], float] = time.time) -> Iterator[Observer]:
+    """An observer for the controller that shows what happens on `console` (standard error by default).
+
+    `now_s` is the clock of the run.
+    """
     console = console or Console(stderr=True, emoji=False)
     display = display_on(console)
     if display is None:
         yield PlainProgress(console)
         return
-    live = LiveProgress(console, display)
+    live = LiveProgress(console, display, now_s=now_s)
     try:
         yield live
         live.draw()
@@ -89,9 +92,10 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
 class LiveProgress:
     """A table that is drawn anew a few times a second; what the user should know scrolls by above it."""
 
-    def __init__(self, console: Console, display: Display) -> None:
+    def __init__(self, console: Console, display: Display, *, now_s: Callable[[], float] = time.time) -> None:
         self._console = console
         self._display = display
+        self._now_s = now_s
         self._record: RunRecord | None = None
         self._phases = Phases()
         self._drawn_s = 0.0
@@ -111,7 +115,7 @@ class LiveProgress:
         self._drawn_s = time.monotonic()
         if self._record is not None:
             rows = max(4, self._console.size.height - 6)
-            table = progress_table(self._record, now_s=time.time(), max_rows=rows, phases=self._phases)
+            table = progress_table(self._record, now_s=self._now_s(), max_rows=rows, phases=self._phases)
             self._display.show(table)
 
 

@@ -46,7 +46,7 @@ class MetricsLog:
         """Report what was noted."""
         now_s = time.perf_counter()
         trained = sum("train/loss" in metrics for _, metrics in self._rows)
-        if trained:
+        if trained and now_s > self._sent_s:  # not on a machine whose clocks cannot be trusted
             self._step_s = (now_s - self._sent_s) / trained
         if self._rows:
             self._number += 1

@@ -44,7 +44,7 @@ class Backend(Protocol):
     """Runs tasks on devices; one at a time on each."""
 
     def now_s(self) -> float:
-        """The time, as the journal keeps it."""
+        """The time, as the journal keeps it; it never goes back."""
         ...
 
     def launch(self, devices: Sequence[str], task: Task, *, attempt: int, folder: Path, storage: str = "") -> None:

@@ -24,6 +24,7 @@ import psutil
 from rota.cluster.device import Cluster, Device
 from rota.errors import MessageError, TaskError
 from rota.execute.backends.base import Sign, WorkerLost
+from rota.execute.clock import RunClock
 from rota.pickling import pickle_task
 from rota.runtime import channel, limits, reservoir
 from rota.runtime.messages import Beat, Halt, Look, Ready, Shutdown, Stored, Train, Try
@@ -55,7 +56,8 @@ class LocalBackend:
     shards: tuple[str, ...] = ()
     """Of the run (`RunRecord.shards`)."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, clock: RunClock | None = None) -> None:
+        self.clock = clock or RunClock()
         self._devices = {device.name: device for device in cluster.devices}
         self._workers: dict[str, Peer] = {}
         self._selector = selectors.DefaultSelector()
@@ -71,8 +73,8 @@ class LocalBackend:
         """Of the workers that were taken over, end those that do not train what they should."""
 
     def now_s(self) -> float:
-        """The wall clock."""
-        return time.time()
+        """That of the clock, which never goes back."""
+        return self.clock.now_s()
 
     def warm_up(self, count: int) -> None:
         """Start some workers before there is work, so that they import torch while the sweep is being read."""
