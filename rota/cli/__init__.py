@@ -38,7 +38,7 @@ for command in (run, plan, simulate, explain, devices, status, resume, stop, rep
 def main(arguments: list[str] | None = None) -> None:
     """The `rota` command.
 
-    Exit codes: 0 all finished, 1 some failed, 2 wrong input or a run folder or disk that cannot be used, 130 interrupted.
+    Exit codes: 0 all finished, 1 some failed, 2 wrong input or a run folder that cannot be used, 130 interrupted.
     """
     try:
         # Without its standalone mode click returns the code that a command exits with.

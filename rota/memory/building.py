@@ -7,7 +7,7 @@ would with all the memory in the world.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,8 @@ from rota.state import inside
 _LEAST_BYTES = 2**16
 """Smaller parameters stay: all of them together take less than what it costs to move them."""
 
+_PIECE_BYTES = 2**20
+"""Parameters are copied in pieces: the largest may leave no room for a second one."""
 _SMALL = 8
 """A model of less than this part of the budget will stay."""
 
@@ -160,9 +162,10 @@ class Building:
         storage, size = self._known[key]
         self._make_room(size, keep=keep)
         storage.resize_(size)
-        slab = self._slab(size)
-        self._store.read(f"{key:x}", slab.bytes)
-        _bytes_of(storage).copy_(torch.frombuffer(slab.bytes, dtype=torch.uint8, count=size))
+        whole = _bytes_of(storage)
+        for start, piece in self._store.read_pieces(f"{key:x}"):
+            count = min(len(piece), size - start)
+            whole[start : start + count].copy_(torch.frombuffer(piece, dtype=torch.uint8, count=count))
         self._written.add(key)
         self._note(key)
 
@@ -189,19 +192,11 @@ class Building:
         assert self._store is not None
         storage, size = self._known[key]
         if key not in self._written:
-            slab = self._slab(size)
-            torch.frombuffer(slab.bytes, dtype=torch.uint8, count=size).copy_(_bytes_of(storage))
-            self._store.write(f"{key:x}", slab.bytes)
+            self._store.write_pieces(f"{key:x}", _pieces(_bytes_of(storage)))
             self._written.add(key)
         storage.resize_(0)
         del self._here[key]
         self.here_bytes -= size
-
-    @staticmethod
-    def _slab(size: int) -> Slab:
-        """What disks can read into; a parameter's own memory is not aligned for them."""
-        aligned = shelf_bytes([size])
-        return Slab(aligned, budget=Budget(aligned), what="a parameter")
 
 
 class _Fetching(TorchDispatchMode):
@@ -216,6 +211,16 @@ class _Fetching(TorchDispatchMode):
     ) -> Any:
         self._building.touch((args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def _pieces(whole: torch.Tensor) -> Iterator[memoryview]:
+    """What a disk can write, in memory that is used again; a parameter's own is not aligned for it."""
+    size = shelf_bytes([min(whole.numel(), _PIECE_BYTES)])
+    slab = Slab(size, budget=Budget(size), what="a piece of a parameter")
+    for start in range(0, whole.numel(), size):
+        part = whole[start : start + size]
+        torch.frombuffer(slab.bytes, dtype=torch.uint8, count=part.numel()).copy_(part)
+        yield slab.bytes[: shelf_bytes([part.numel()])]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

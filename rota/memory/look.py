@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rota.calibrate.calibrate import calibrate
-from rota.cluster.device import format_bytes, too_little_to_spill
+from rota.cluster.device import too_little_to_spill
 from rota.cluster.discover import available_cores
 from rota.errors import FitError, InputError
 from rota.graph.graph import Graph
@@ -23,7 +23,7 @@ from rota.memory.explain import SpillExplanation, summarise
 from rota.memory.explain_pool import PooledTask, pooled_task
 from rota.memory.pooled import Fitting, cut_to_fit
 from rota.memory.residency import Rates
-from rota.memory.spillable import WANDERS_BYTES, check_spillable, margin_bytes, training_of
+from rota.memory.spillable import check_spillable, margin_bytes, too_small, training_of
 from rota.memory.steps import Training as Step
 from rota.plan.costs import Costs
 from rota.plan.program import Program
@@ -120,20 +120,15 @@ def _opened(task: Task, *, memory_bytes: int, notice: Callable[[str], None]) -> 
     """The task as it begins, in no more memory than it would get."""
     with _captured(task, memory_bytes=memory_bytes, notice=notice) as (training, batch, graph, room):
         check_spillable(training.parts, graph)
-        beside_bytes = room.taken_bytes() + margin_bytes(memory_bytes)
+        taken_bytes = room.taken_bytes()
         try:
             yield _Opened(
                 graph=graph,
                 step=training_of(training.parts, graph, placed(batch, training.parts)),
                 rates=measured_rates(room.folder),
-                budget_bytes=max(0, memory_bytes - beside_bytes),
+                budget_bytes=max(0, memory_bytes - taken_bytes - margin_bytes(memory_bytes)),
                 total_steps=training.total_steps,
             )
         except FitError as error:
-            if error.needed_bytes is None:
-                raise
-            needed = format_bytes(error.needed_bytes + beside_bytes + WANDERS_BYTES)
-            raise FitError(
-                f"{task.name}: {str(error).split(', and')[0]}: the task needs a device with at least {needed}, and "
-                f"this one has {format_bytes(memory_bytes)}; give it more (--memory), or use a smaller batch"
-            ) from error
+            told = too_small(error, taken_bytes=taken_bytes, memory_bytes=memory_bytes)
+            raise FitError(f"{task.name}: {told}") from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from rota.cluster.device import LEAST_MARGIN_BYTES
-from rota.errors import TaskError
+from rota.cluster.device import LEAST_MARGIN_BYTES, format_bytes
+from rota.errors import FitError, TaskError
 from rota.graph.batch import tensors_in
 from rota.graph.graph import Graph, Role
 from rota.memory.optimizers import update_work
@@ -56,6 +57,18 @@ def _fixed_bytes(graph: Graph, batch: Any) -> int:
     read = {name for op in graph.ops for name in op.inputs}
     idle = [tensor.size_bytes for tensor in graph.parameters if tensor.name not in read]
     return sum(one.untyped_storage().nbytes() for one in tensors_in(batch)) + sum(idle)
+
+
+def too_small(error: FitError, *, taken_bytes: int, memory_bytes: int) -> str:
+    """What to tell of a device that has less than a task needs, with what its process takes beside the task."""
+    if error.needed_bytes is None:
+        return str(error)
+    own_bytes = error.needed_bytes + taken_bytes + WANDERS_BYTES
+    needed_bytes = max(own_bytes + LEAST_MARGIN_BYTES, math.ceil(own_bytes / (1 - _MARGIN)))  # margins grow with it
+    return (
+        f"{str(error).split(', and')[0]}: the task needs a device with at least {format_bytes(needed_bytes)}, and "
+        f"this one has {format_bytes(memory_bytes)}; give it more (--memory), or use a smaller batch"
+    )
 
 
 def margin_bytes(memory_bytes: int) -> int:

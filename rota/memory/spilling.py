@@ -19,7 +19,7 @@ from rota.memory.holdings import Holdings
 from rota.memory.keeping import StoreWriter, references
 from rota.memory.residency import Item, Rates
 from rota.memory.slab import Budget
-from rota.memory.spillable import WANDERS_BYTES, check_outputs, check_spillable, margin_bytes, training_of
+from rota.memory.spillable import check_outputs, check_spillable, margin_bytes, too_small, training_of
 from rota.memory.spilled import Spilled
 from rota.memory.staging import Far
 from rota.memory.steps import Group, SegmentSeconds, Training, groups_of
@@ -284,13 +284,9 @@ class Spilling:
 
     def _too_small(self, error: FitError) -> str:
         """What to tell the user."""
-        if error.needed_bytes is None:
-            return str(error)
-        needed_bytes = error.needed_bytes + self._beside_bytes() + WANDERS_BYTES
-        return (
-            f"{str(error).split(', and')[0]}: the task needs a device with at least {format_bytes(needed_bytes)}, and "
-            f"this one has {format_bytes(self._room.memory_bytes)}; give it more (--memory), or use a smaller batch"
-        )
+        memory_bytes = self._room.memory_bytes
+        taken_bytes = self._beside_bytes() - margin_bytes(memory_bytes)
+        return too_small(error, taken_bytes=taken_bytes, memory_bytes=memory_bytes)
 
     def _key(self, batch: Any, *, backward: bool) -> Any:
         """What a program depends on: also the modes that modules are in, and what is trained now."""

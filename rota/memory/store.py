@@ -119,6 +119,10 @@ class Store:
             )
         return count
 
+    def read_pieces(self, item: str) -> Iterator[tuple[int, memoryview]]:
+        """The last version, piece by piece: where each begins, and it, in memory that is used again."""
+        return self._chunks(item, self._current[item])
+
     def _chunks(self, item: str, version: Version) -> Iterator[tuple[int, memoryview]]:
         """A version as it is on disk: where each chunk begins, and the chunk, in memory that is used again."""
         # Not closed: an error that is on its way may hold a part of it.

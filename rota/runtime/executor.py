@@ -84,6 +84,8 @@ class Room:
     """Makes its model, in the host's memory."""
     host_bytes: int | None = None
     """Of the host of a GPU, for what leaves that; None where the device has the host's own memory."""
+    devices: int = 1
+    """So many devices train the task together, each in a process that makes the model."""
 
     def taken_bytes(self) -> int:
         """What the process took since, beside parameters: for the graph of the model, and the user's data."""

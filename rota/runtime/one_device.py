@@ -55,6 +55,7 @@ def room_of(
         folder=folder,
         building=building,
         host_bytes=host_bytes,
+        devices=1 if gang is None else gang.size,
     )
 
 

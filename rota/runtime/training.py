@@ -12,7 +12,7 @@ from rota.errors import CheckpointError, TaskError
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
 from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, Watch, check_finite, unwatched
 from rota.runtime.one_device import is_elsewhere, plainly, waits_on_host
-from rota.runtime.user_code import calling
+from rota.runtime.user_code import calling, is_out_of_memory
 from rota.state import rng
 from rota.task import Data, Task, is_map_style
 
@@ -41,20 +41,17 @@ class Training:
         self.device = device
         rng.seed_all(task.seed)
         self._building = contextlib.nullcontext() if room is None else room.building
-        with self._building:
-            self.model: torch.nn.Module = _made_by("the model factory", watch, task.model, torch.nn.Module)
-            _check_model(self.model)
-            watch("moving the model to its device")
-            with calling("moving the model to its device"):
-                if task.precision == "float64" and room is not None:
-                    room.building.convert(self.model, torch.float64)
-                elif task.precision == "float64":
-                    self.model.double()
-                if not waits_on_host(self.model, room):
-                    self.model.to(device)
-                    if room is not None and device.type != "cpu":
-                        room.building.forget_others(self.model)
-                self.model.train()
+        refused = ""
+        try:
+            self.model = self._make_model(watch, room)
+        except TaskError as error:
+            if room is None or not is_out_of_memory(error.__cause__ or error):
+                raise
+            refused = str(error)
+        if room is not None and refused:  # here, where nothing holds what was made of the model any more
+            from rota.memory.sizing import too_large
+
+            raise too_large(task, room, refused, watch=watch)
         self.data: Data = _made_by("the data factory", watch, task.data, Data)
         with self._building:
             self.optimizer: torch.optim.Optimizer = _made_by(
@@ -97,6 +94,22 @@ class Training:
         """Whether nobody changes the large tensors of the last `state_dict`."""
         self.last: dict[str, float] = {}
         """The latest value of each metric."""
+
+    def _make_model(self, watch: Watch, room: Room | None) -> torch.nn.Module:
+        with self._building:
+            model: torch.nn.Module = _made_by("the model factory", watch, self.task.model, torch.nn.Module)
+            _check_model(model)
+            watch("moving the model to its device")
+            with calling("moving the model to its device"):
+                if self.task.precision == "float64" and room is not None:
+                    room.building.convert(model, torch.float64)
+                elif self.task.precision == "float64":
+                    model.double()
+                if not waits_on_host(model, room):
+                    model.to(self.device)
+                    if room is not None and self.device.type != "cpu":
+                        room.building.forget_others(model)
+                return model.train()
 
     # ---- training ----
 
