@@ -34,7 +34,7 @@ def stop(run: str | None, task: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"run": str(folder.path), "stopped": task or "all"})
     else:
-        tell(f"stopped {task or 'the run'}; go on with: {going_on(result)}")
+        tell(f"stopped {task or 'the run'}; go on with: {going_on(folder.path, result.record.source)}")
 
 
 def _wait(folder: RunFolder, task: str | None) -> None:

@@ -163,16 +163,16 @@ class _Place:
     """Where a run is, as soon as that is known."""
 
     path: Path | None
+    file: str | None = None
+    """The sweep file, or nothing for a script."""
 
     def how_to_go_on(self) -> str:
         """What to do when that which stopped the run is mended."""
         with contextlib.suppress(RotaError, OSError):
-            if (
-                self.path is not None
-                and RunFolder(self.path).exists()
-                and (record := _before(RunFolder(self.path))).tasks
-            ):
-                return f"go on with: {going_on(Result(RunFolder(self.path), record))}"
+            if self.path is not None and RunFolder(self.path).exists():
+                if self.file is None:
+                    self.file = RunRecord.replay(read_summary(RunFolder(self.path).journal)).source
+                return f"go on with: {going_on(self.path, self.file)}"
         return "run it again"
 
 
@@ -218,7 +218,7 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
 
             mirror.check(options.storage)
         folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
-        place.path = folder.path
+        place.path, place.file = folder.path, source.file
         if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
             stack.enter_context(folder.held())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from rota.errors import InputError
@@ -57,11 +58,11 @@ def status_words(result: Result) -> str:
     return f"{result.path}: {result.state.value}; {counts}; {lasted}"
 
 
-def going_on(result: Result) -> str:
-    """What takes up a run again: a command, or for one that a script or notebook began, that."""
-    if result.record.source:
-        return f"rota resume {shlex.quote(str(result.path))}"
-    return f"the script or notebook that began it, with out={str(result.path)!r}"
+def going_on(path: Path, source: str) -> str:
+    """What takes up a run again: a command, or for one that has no sweep file, the script or notebook that began it."""
+    if source:
+        return f"rota resume {shlex.quote(str(path))}"
+    return f"the script or notebook that began it, with out={str(path)!r}"
 
 
 def summary_words(result: Result) -> str:
@@ -78,7 +79,7 @@ def summary_words(result: Result) -> str:
         pass  # no task finished
     lines.append(f"report      {result.report_path}")
     if result.state is RunState.INTERRUPTED:
-        lines.append(f"interrupted; go on with: {going_on(result)}")
+        lines.append(f"interrupted; go on with: {going_on(result.path, result.record.source)}")
         if words := Asked.of(result.record.asked).words():
             lines.append(f"            (it then has {words}, as now)")
     return "\n".join(lines)

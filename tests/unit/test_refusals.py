@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 from safetensors import SafetensorError
 
+import rota
 from rota.cli import commands, main
 from rota.errors import CheckpointError, DiskError, InputError, StoreError
+from rota.execute.events import RunBegan
 from rota.refusals import advice, is_damage, reason, refusal, sentence, told
+from rota.store.journal import add
 
 
 def os_error(code, *names):
@@ -125,6 +129,31 @@ def test_a_defect_of_rota_is_not_hidden(failing):
     failing(KeyError("a defect"))
     with pytest.raises(KeyError):
         main(["status"])
+
+
+@pytest.mark.parametrize(
+    ("source", "then"),
+    [
+        ("a b.py", "go on with: rota resume {quoted}"),
+        ("", "go on with: the script or notebook that began it, with out={path!r}"),
+        (None, "run it again"),
+    ],
+)
+def test_a_run_that_the_system_refuses_says_how_it_goes_on(source, then, tmp_path, monkeypatch, make_task, refused):
+    path = tmp_path / "my run"
+    if source is not None:
+        path.mkdir()
+        tasks = ({"name": "a", "steps": 10},)
+        began = RunBegan(name="n", source=source, source_digest="", sweep_digest="", tasks=tasks, devices=())
+        add(path / "journal.db", began, time_s=1.0)
+
+    def check_memory(cluster):
+        raise os_error(errno.EMFILE, "/some/file")
+
+    monkeypatch.setattr("rota.execute.preflight.check_memory", check_memory)
+    said = refused(rota.run, rota.Sweep(tasks=(make_task(),)), out=path, progress=False, error=DiskError)
+    then = then.format(quoted=shlex.quote(str(path)), path=str(path))
+    assert said == f"{sentence(os_error(errno.EMFILE, '/some/file'))}, then {then}"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
