@@ -104,7 +104,8 @@ class TaskRecord:
     def busy_s(self, *, now_s: float) -> float:
         """Time spent on devices, over all attempts; on several at once it counts once."""
         attempts = {span.attempt: span for span in self.spans}
-        return sum((now_s if span.end_s is None else span.end_s) - span.begin_s for span in attempts.values())
+        ends = ((max(now_s, one.begin_s) if one.end_s is None else one.end_s, one.begin_s) for one in attempts.values())
+        return sum(end_s - begin_s for end_s, begin_s in ends)
 
 
 class RunRecord:
@@ -141,6 +142,11 @@ class RunRecord:
             record.apply(event, time_s)
         return record
 
+    @property
+    def elapsed_s(self) -> float:
+        """From the beginning to the last event."""
+        return max(0.0, self.last_s - self.begin_s)
+
     def counts(self) -> dict[str, int]:
         """How many tasks are in each state."""
         counts: dict[str, int] = {}
@@ -149,11 +155,7 @@ class RunRecord:
         return counts
 
     def apply(self, event: Event, time_s: float) -> None:
-        """Take note of one event. StoreError if it cannot have happened now.
-
-        A clock that was set back between two controllers does not make anything end before it began.
-        """
-        time_s = max(time_s, self.last_s)
+        """Take note of one event. StoreError if it cannot have happened now."""
         before_s, self.last_s = self.last_s, time_s
         if isinstance(event, RunBegan):
             self._begin(event, time_s)
@@ -226,13 +228,13 @@ class RunRecord:
             task.step = task.saved_step = task.began_step = event.from_step
             task.began_s = time_s
             if task.switches and task.spans and _was_switched(task):
-                task.switch_s += time_s - task.spans[-1].begin_s
+                task.switch_s += max(0.0, time_s - task.spans[-1].begin_s)
             task.total_steps, task.parameters = event.total_steps, event.parameters
         elif isinstance(event, Measured):
             task.step = max(step for step, _ in event.rows) if event.rows else task.step
             task.metrics = dict(event.latest)
-            known = event.step_s is not None and 0 < event.step_s < math.inf
-            task.step_s = event.step_s if known else task.step_s
+            if event.step_s is not None:
+                task.step_s = event.step_s if 0 < event.step_s < math.inf else None
             task.pace = tuple(event.pace) or task.pace
         elif isinstance(event, Saved):
             task.saved_step = event.step
@@ -327,4 +329,4 @@ def _close(task: TaskRecord, *, time_s: float, end: str) -> None:
     for span in task.spans[-len(task.devices) :]:
         span.end = end
         if span.end_s is None:
-            span.end_s = time_s
+            span.end_s = max(time_s, span.begin_s)  # the clock may have been set back between two controllers

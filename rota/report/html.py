@@ -132,7 +132,7 @@ def _lead(record: RunRecord, ranked: Sequence[TaskRecord]) -> str:
 def _total_time(record: RunRecord) -> str:
     bars = _bars(record)
     clock = svg.Clock(bars, begin_s=record.begin_s, end_s=record.last_s)
-    passed = duration(record.last_s - record.begin_s)
+    passed = duration(record.elapsed_s)
     if clock.pauses:
         passed += f" <small>({duration(clock.shown_s)} without pauses)</small>"
     return passed

@@ -24,7 +24,7 @@ def run_summary(result: Result) -> dict[str, Any]:
         "state": result.state.value,
         "report": str(result.report_path),
         "counts": record.counts(),
-        "elapsed_s": record.last_s - record.begin_s,
+        "elapsed_s": record.elapsed_s,
         "tasks": [
             {
                 "name": task.name,
@@ -54,7 +54,7 @@ def status_words(result: Result) -> str:
     """One line: which run, how it stands, for how long."""
     record = result.record
     counts = ", ".join(f"{count} {state}" for state, count in record.counts().items())
-    lasted = duration(record.last_s - record.begin_s)
+    lasted = duration(record.elapsed_s)
     return f"{result.path}: {result.state.value}; {counts}; {lasted}"
 
 

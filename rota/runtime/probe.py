@@ -40,8 +40,8 @@ _SLOW_S = 0.2
 """A step that takes as long as this is warm after one."""
 _LEAST, _MOST = 3, 30
 """Steps that are timed."""
-_LEAST_S = 1e-9
-"""That a step takes, also on a machine whose clocks cannot be trusted."""
+_TICK_S = 1e-9
+"""What a step takes at least, also on a machine whose clocks cannot be trusted."""
 _TIMED_S = 0.7
 _ENOUGH_S = 1.5
 """That is enough, however few steps it were."""
@@ -95,7 +95,7 @@ def timed(
             pass
         if training.device.type == "cuda":
             torch.cuda.synchronize()
-        took_s = max(_LEAST_S, time.perf_counter() - step_begun_s)
+        took_s = max(_TICK_S, time.perf_counter() - step_begun_s)
         if number == 0:
             start_s = max(0.0, time.perf_counter() - begun_s)
             if took_s >= too_slow_s:

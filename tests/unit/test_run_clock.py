@@ -85,7 +85,7 @@ def test_a_journal_in_which_time_goes_back_between_controllers_makes_no_span_neg
     record = RunRecord.replay(read_events(run.folder.journal))
     for span in record.tasks["a"].spans:
         assert span.begin_s <= span.end_s
-    assert record.begin_s <= record.last_s
+    assert record.elapsed_s >= 0
     assert 0 < record.tasks["a"].busy_s(now_s=record.last_s) < 40
 
 
