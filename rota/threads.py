@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -20,7 +21,8 @@ class OwnedThread(threading.Thread):
     """A thread of one owner, who calls `end`, or uses it in a `with`.
 
     It is no daemon: the interpreter would tear down a daemon in the midst of C++, which ends the process by SIGABRT.
-    So an interpreter that ends waits for it, and it stops at its next safe point then, too.
+    So an interpreter that ends waits for it. A thread that its owner forgot, because an error came between, is told
+    and woken then, and stops at its next safe point.
     """
 
     def __init__(self, work: Callable[[], None], *, name: str, wake: Callable[[], None] = lambda: None) -> None:
@@ -29,6 +31,7 @@ class OwnedThread(threading.Thread):
         self._work = work
         self._wake = wake
         self._told = threading.Event()
+        _threads.add(self)
 
     def run(self) -> None:
         """Do the work, to its end or to a safe point."""
@@ -38,14 +41,19 @@ class OwnedThread(threading.Thread):
     @property
     def told(self) -> bool:
         """Whether it is to stop."""
-        return self._told.is_set() or not threading.main_thread().is_alive()
+        return self._told.is_set()
 
     def end(self) -> None:
         """Have it stop at its next safe point, and wait until it has. What it waits for is woken."""
+        self.tell()
+        if self.is_alive():
+            self.join()
+
+    def tell(self) -> None:
+        """Have it stop at its next safe point. What it waits for is woken."""
         self._told.set()
         if self.is_alive():
             self._wake()
-            self.join()
 
     def __enter__(self) -> OwnedThread:
         self.start()
@@ -55,6 +63,20 @@ class OwnedThread(threading.Thread):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+_threads: weakref.WeakSet[OwnedThread] = weakref.WeakSet()
+
+
+def _tell_all() -> None:
+    for thread in list(_threads):
+        with contextlib.suppress(OSError):  # what it waits for may be closed; the others are told all the same
+            thread.tell()
+
+
+# What `atexit` knows is called when the threads have ended. This is called before, as for the pools of
+# concurrent.futures.
+threading._register_atexit(_tell_all)  # type: ignore[attr-defined]
 
 
 def safe_point() -> None:

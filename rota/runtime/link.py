@@ -178,7 +178,7 @@ class Link:
             self._first = 0
             for report in self._kept:
                 self._send(report)
-        return True
+        return not self._closing  # `close` may not have seen this connection
 
     def _send(self, report: Report) -> None:
         if self._stream is None:

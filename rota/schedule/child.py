@@ -41,8 +41,8 @@ class Solving:
         self._closed = False
         # Both pipes in threads: a pipe is smaller than a large problem, and polling must not wait.
         self._threads = [
-            OwnedThread(lambda: self._write(request), name="solve-ask"),
-            OwnedThread(self._read, name="solve-hear"),
+            OwnedThread(lambda: self._write(request), name="solve-ask", wake=process.kill),
+            OwnedThread(self._read, name="solve-hear", wake=process.kill),
         ]
         for thread in self._threads:
             thread.start()

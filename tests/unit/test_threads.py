@@ -15,9 +15,18 @@ from rota.cluster import local
 from rota.execute.backends.local import spawn
 from rota.graph.capture import capture
 from rota.memory.arbiter import Arbiter
+from rota.memory.mover import Mover
+from rota.memory.slab import Budget, Slab
+from rota.memory.staging import Far, Staging
+from rota.memory.store import Store
 from rota.runtime import channel
 from rota.runtime.balancing import Balancer
 from rota.runtime.messages import Ready, Shutdown
+from rota.schedule.child import Solving
+from rota.schedule.problem import Node, Option, Problem
+from rota.schedule.solve import Limit
+from rota.state import checkpoint
+from rota.state.writer import CheckpointWriter
 from rota.strategies.base import find
 from rota.testing.models import GPT
 from rota.threads import OwnedThread, safe_point
@@ -111,6 +120,36 @@ def test_a_process_that_ends_while_a_thread_computes_does_not_abort(how, code):
     assert done.returncode == code, done.stderr.decode()
 
 
+_FORGETS = """
+import socket, threading
+from rota.memory.arbiter import Arbiter
+from rota.schedule.child import Solving
+from rota.schedule.problem import Node, Option, Problem
+from rota.schedule.solve import Limit
+from rota.threads import OwnedThread
+
+def waits():
+    woken = threading.Event()
+    OwnedThread(woken.wait, name="waiting", wake=woken.set).start()
+
+def arbiter():
+    Arbiter({"a": socket.socketpair()[0]}, devices=1, memory_bytes=2**20)
+
+def solving():
+    options = [Option(tasks=(f"t{i}",), kind="cpu", devices=1, seconds=1.0 + i / 7, label="one") for i in range(40)]
+    nodes = (Node(name="n", kind="cpu", devices=tuple("abcdefg")),)
+    return Solving.start(Problem(options=tuple(options), nodes=nodes), limit=Limit(seconds=600.0))
+
+kept = OWNER()
+"""
+
+
+@pytest.mark.parametrize("owner", ["waits", "arbiter", "solving"])
+def test_a_process_ends_although_the_owner_of_a_thread_forgot_to_end_it(owner):
+    """As where an error comes between: the interpreter waits for threads, and would wait for ever."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORGETS.replace("OWNER", owner)], check=True, timeout=60)
+
+
 # ---- those that there are ----
 
 
@@ -164,6 +203,37 @@ def test_a_move_that_is_being_prepared_is_given_up_when_the_task_leaves():
     assert alive() == []
     assert told == []
     assert balancer.numbers()[-1] == 0.0  # it did not fail
+
+
+def test_who_writes_checkpoints_has_no_thread_when_nothing_is_written(tmp_path, monkeypatch):
+    seen, real = [], checkpoint.write_flat
+    monkeypatch.setattr(checkpoint, "write_flat", lambda *given: (seen.extend(alive()), real(*given))[1])
+    writer = CheckpointWriter(tmp_path, done=lambda written: None)
+    writer.submit({"w": torch.ones(3)}, step=1)
+    writer.wait()
+    assert seen == ["rota-checkpoint"]
+    assert alive() == []
+
+
+@pytest.mark.parametrize(
+    "make", [Mover, lambda store: Staging(store, Far(device=torch.device("cpu"), host_bytes=2**20))]
+)
+def test_what_moves_shards_ends_its_threads(tmp_path, make):
+    store, slab = Store(tmp_path), Slab(2**12, budget=Budget(2**20), what="a test")
+    moves = make(store)
+    moves.load("a", slab, after=moves.write("a", slab)).result()
+    assert len(alive()) == 2
+    moves.close()
+    store.close()
+    assert alive() == []
+
+
+def test_who_waits_for_a_solver_ends_its_threads():
+    option = Option(tasks=("t",), kind="cpu", devices=1, seconds=1.0, label="one")
+    problem = Problem(options=(option,), nodes=(Node(name="n", kind="cpu", devices=("a",)),))
+    with Solving.start(problem, limit=Limit(seconds=600.0)):
+        assert "rota-solve-hear" in alive()
+    assert alive() == []
 
 
 def test_an_arbiter_ends_its_thread():
