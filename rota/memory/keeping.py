@@ -84,10 +84,12 @@ class StoreWriter:
         return _Whole(self._tiers.store, writable=False).of(tree)
 
 
-def read_latest(folder: Path, *, than: int | None = None, notice: Callable[[str], None]) -> Any:
+def read_latest(folder: Path, *, than: int | None = None, notice: Callable[[str], None] | None) -> Any:
     """The state of the last commit that is whole, or None if there is none of a later step `than` another checkpoint's.
 
-    A damaged one is set aside, and said through `notice`. Tensors are read when they are touched, and need no memory.
+    A damaged one is set aside, and said through `notice`. Without `notice` nothing is changed and a damaged one is an
+    error: that is for the processes of a task that do not lead, after the one that leads has looked. Tensors are read
+    when they are touched, and need no memory.
     """
     store = Store(folder)
     try:
@@ -95,6 +97,8 @@ def read_latest(folder: Path, *, than: int | None = None, notice: Callable[[str]
             try:
                 return _read(store, than)
             except CorruptCheckpointError as error:
+                if notice is None:
+                    raise
                 aside, left = store.fall_back()
                 other = "the checkpoint before it is used" if than is not None else "training begins anew"
                 instead = "the one before it is used" if left else f"there is no other, so {other}"

@@ -204,12 +204,10 @@ class Store:
             self._settle()
             versions = {item: [one.slot, one.size_bytes, one.checksum] for item, one in wanted.items()}
             text = json.dumps({"items": versions, "about": dict(about)})
-            self._put(f"{json.dumps(_header(text))}\n{text}")
-            # From here on a new start may find this commit: its files are left alone, also if what follows fails.
-            self._before, self._committed, self._settled = self._committed, wanted, False
+            self._put(f"{json.dumps(_header(text))}\n{text}", wanted)
             self._settle()
 
-    def _put(self, record: str) -> None:
+    def _put(self, record: str, wanted: dict[str, Version]) -> None:
         """Let a record count, and the one that did be the one before it."""
         side = self._folder / _SIDE
         try:
@@ -218,7 +216,13 @@ class Store:
             # Whoever dies between the two leaves the one before, which is then the last one.
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self._folder / _RECORD, self._folder / _BEFORE)
-            os.replace(side, self._folder / _RECORD)
+            try:
+                os.replace(side, self._folder / _RECORD)
+            finally:
+                # Some file systems rename and report an error. From here on a new start may find this commit: its
+                # files are left alone, also if what follows fails.
+                if not side.exists():
+                    self._before, self._committed, self._settled = self._committed, wanted, False
         finally:
             remove(side)
 

@@ -209,7 +209,7 @@ class Loop:
             from rota.memory import keeping
 
             than = None if tree is None else int(tree["training"]["step"])
-            later = keeping.read_latest(shards, than=than, notice=notice or (lambda text: None))
+            later = keeping.read_latest(shards, than=than, notice=notice)
             tree = tree if later is None else later
         return tree
 

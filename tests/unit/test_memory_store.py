@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.errors import CheckpointError, CorruptCheckpointError, FitError, FullDiskError
+from rota.memory import keeping
 from rota.memory.mover import Mover
 from rota.memory.slab import ALIGNMENT, Budget, Shelf, Slab
 from rota.memory.store import Store
@@ -290,6 +291,8 @@ class Disk:
             if self.failing == kind and not (kind == "rename" and str(arguments[1]).endswith("before.json")):
                 raise OSError(errno.EIO, "Input/output error")
             real(*arguments)
+            if self.failing == "renamed" and kind == "rename" and not str(arguments[1]).endswith("before.json"):
+                raise OSError(errno.EIO, "Input/output error")  # as some file systems do: it was, and they say that not
             if kind == "folder":
                 self.synced = self.names()
 
@@ -308,7 +311,7 @@ class Disk:
 
 MOVES = st.one_of(
     st.tuples(st.sampled_from("ab"), st.integers(1, 255)),
-    st.tuples(st.just("commit"), st.sampled_from(["", "folder", "record", "item", "rename"])),
+    st.tuples(st.just("commit"), st.sampled_from(["", "folder", "record", "item", "rename", "renamed"])),
     st.tuples(st.just("end"), st.sampled_from(["die", "lose power"])),
 )
 
@@ -375,6 +378,20 @@ def test_after_a_commit_that_nobody_could_wait_for_twice_the_disk_has_what_it_sa
 
 
 # ---- the commit before the last one ----
+
+
+def test_a_process_that_does_not_lead_changes_nothing_where_a_commit_is_damaged(store, tmp_path):
+    for step in (1, 2):
+        store.commit({"step": step})
+    record = tmp_path / "store" / "commit.json"
+    record.write_text("altered")
+    before = {path: path.read_bytes() for path in record.parent.iterdir()}
+    with pytest.raises(CorruptCheckpointError):
+        keeping.read_latest(record.parent, notice=None)
+    assert {path: path.read_bytes() for path in record.parent.iterdir()} == before
+    notices = []
+    keeping.read_latest(record.parent, than=2, notice=notices.append)
+    assert (len(notices), record.exists()) == (1, True)
 
 
 @settings(max_examples=60)
