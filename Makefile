@@ -31,7 +31,8 @@ test-deep: setup
 	  pids="$$pids $$!"; \
 	done; for pid in $$pids; do wait $$pid || exit 1; done
 
-# Seeded faults, on this machine and on a Ray cluster on it (about ten minutes; as root also full disks and cut networks).
+# Seeded faults, on this machine and on a Ray cluster on it (about ten minutes; as root also full disks and cut networks),
+# and 200 system calls that fail (about an hour).
 chaos: setup
 	@$(BIN)/python -m bench.chaos
 

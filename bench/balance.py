@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ class Size:
     active: int = 30
     after: int = 25
     quiet: int = 300
+    spike: int = 6
+    stays: int = 50
+
+
+QUICK = Size(static=4, active=16, after=8, quiet=40, spike=4, stays=12)
 
 
 @dataclasses.dataclass
@@ -166,11 +171,12 @@ class Run:
         self.told: list[dict[str, Any]] = []
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        made = task(strategy, self.policy, steps=100_000, lr=lr, **shape)
+        self._made: list[Planned] = []
+        wanted = task(strategy, self.policy, steps=100_000, lr=lr, **shape)
 
         def choose(parts: Any, batch: Any) -> Planned:
             found = find(strategy) if isinstance(strategy, str) else strategy
-            return Planned(
+            made = Planned(
                 parts,
                 batch,
                 gang=gang,
@@ -178,8 +184,15 @@ class Run:
                 total_steps=100_000,
                 tell=lambda **what: self.told.append(what),
             )
+            self._made.append(made)
+            return made
 
-        self.training = Training(made, device=torch.device("cpu"), choose=choose)
+        self.training = Training(wanted, device=torch.device("cpu"), choose=choose)
+
+    def close(self) -> None:
+        """Prepare no move any more."""
+        for one in self._made:
+            one.close()
 
     def steps(self, count: int) -> list[float]:
         """Take so many; the seconds of each."""
@@ -220,95 +233,96 @@ def compute(rows: list[tuple[float, ...]]) -> list[float]:
 
 def scenario(gang: Gang, strategy: Any, busy: int, *, size: Size, shape: dict[str, int], mode: str) -> dict[str, Any]:
     """Even and fast; slow and static; fast; slow and balanced; fast again."""
-    run = Run(gang, strategy, shape=shape, mode=mode)
-    run.steps(4)
-    even_s = run.steps(size.static)
-    before = compute(run.policy.rows[-size.static :])
-    with run.slow(busy):
-        run.steps(2)
-        static_s = run.steps(size.static)
-        during = compute(run.policy.rows[-size.static :])
-    run.steps(3)
-    run.policy.active = True
-    run.steps(3)
-    first = len(run.losses)
-    with run.slow(busy):
-        active_s = run.steps(size.active)
-        late_s = statistics.median(active_s[-size.static :])
-        reached = run.policy.standing
-    changes = [one for one in run.told if one["step"] >= first]
-    end = first + size.active
-    after_s = run.steps(size.after)
-    chi = [slow / fast for slow, fast in zip(during, before, strict=True)]
-    static = statistics.median(static_s)
-    best = static * RANKS / (max(chi) * sum(1 / one for one in chi))
-    even_again = run.policy.standing
-    assert reached is not None
-    assert even_again is not None
-    return {
-        "chi": max(chi),
-        "even_s": statistics.median(even_s),
-        "static_s": static,
-        "best_s": best,
-        "balanced_s": late_s,
-        "reach": (static - late_s) / (static - best),
-        "reaction_steps": changes[0]["step"] - first if changes else None,
-        "pause_s": max((one["pause_s"] for one in changes), default=0.0),
-        "pause_over_step": max((one["pause_s"] for one in changes), default=0.0) / static,
-        "shares": reached.shares,
-        "left_out": reached.left_out,
-        "shares_after": even_again.shares,
-        "back_after_steps": next((one["step"] - end for one in run.told if one["step"] > end), None),
-        "after_s": statistics.median(after_s[-8:]),
-        "losses": run.losses,
-        "moves": len(run.told),
-    }
+    with closing(Run(gang, strategy, shape=shape, mode=mode)) as run:
+        run.steps(4)
+        even_s = run.steps(size.static)
+        before = compute(run.policy.rows[-size.static :])
+        with run.slow(busy):
+            run.steps(2)
+            static_s = run.steps(size.static)
+            during = compute(run.policy.rows[-size.static :])
+        run.steps(3)
+        run.policy.active = True
+        run.steps(3)
+        first = len(run.losses)
+        with run.slow(busy):
+            active_s = run.steps(size.active)
+            late_s = statistics.median(active_s[-size.static :])
+            reached = run.policy.standing
+        changes = [one for one in run.told if one["step"] >= first]
+        end = first + size.active
+        after_s = run.steps(size.after)
+        chi = [slow / fast for slow, fast in zip(during, before, strict=True)]
+        static = statistics.median(static_s)
+        best = static * RANKS / (max(chi) * sum(1 / one for one in chi))
+        even_again = run.policy.standing
+        assert reached is not None
+        assert even_again is not None
+        return {
+            "chi": max(chi),
+            "even_s": statistics.median(even_s),
+            "static_s": static,
+            "best_s": best,
+            "balanced_s": late_s,
+            "reach": (static - late_s) / (static - best),
+            "reaction_steps": changes[0]["step"] - first if changes else None,
+            "pause_s": max((one["pause_s"] for one in changes), default=0.0),
+            "pause_over_step": max((one["pause_s"] for one in changes), default=0.0) / static,
+            "shares": reached.shares,
+            "left_out": reached.left_out,
+            "shares_after": even_again.shares,
+            "back_after_steps": next((one["step"] - end for one in run.told if one["step"] > end), None),
+            "after_s": statistics.median(after_s[-8:]),
+            "losses": run.losses,
+            "moves": len(run.told),
+        }
 
 
 def per_step(gang: Gang, shares: tuple[float, ...], busy: int, *, size: Size, shape: dict[str, int]) -> float:
     """What a step takes if the slow rank's work is lent out anew at each."""
-    run = Run(gang, PerStep(shares), shape=shape)
-    run.steps(3)
-    with run.slow(busy):
-        run.steps(2)
-        return statistics.median(run.steps(size.static))
+    with closing(Run(gang, PerStep(shares), shape=shape)) as run:
+        run.steps(3)
+        with run.slow(busy):
+            run.steps(2)
+            return statistics.median(run.steps(size.static))
 
 
-def mixed(gang: Gang, *, shape: dict[str, int], mode: str) -> dict[str, Any]:
+def mixed(gang: Gang, *, size: Size, shape: dict[str, int], mode: str) -> dict[str, Any]:
     """Three short spikes and one straggler that stays: what all steps take, and the loss at the end."""
-    run = Run(gang, "tensor", shape=shape, mode=mode, lr=1e-3)
-    run.steps(12)
-    run.policy.active = True
-    began_s = time.perf_counter()
-    for _ in range(3):
+    with closing(Run(gang, "tensor", shape=shape, mode=mode, lr=1e-3)) as run:
+        run.steps(12)
+        run.policy.active = True
+        began_s = time.perf_counter()
+        for _ in range(3):
+            run.steps(8)
+            with run.slow(2):
+                run.steps(size.spike)
         run.steps(8)
         with run.slow(2):
-            run.steps(6)
-    run.steps(8)
-    with run.slow(2):
-        run.steps(50)
-    run.steps(10)
-    spent_s = time.perf_counter() - began_s
-    found = run.training.validate()
-    assert found is not None
-    return {"spent_s": spent_s, "loss": found["valid/loss"], "told": [(one["step"], one["why"]) for one in run.told]}
+            run.steps(size.stays)
+        run.steps(10)
+        spent_s = time.perf_counter() - began_s
+        found = run.training.validate()
+        assert found is not None
+        told = [(one["step"], one["why"]) for one in run.told]
+        return {"spent_s": spent_s, "loss": found["valid/loss"], "told": told}
 
 
 def quiet(gang: Gang, *, steps: int, shape: dict[str, int]) -> dict[str, Any]:
     """Nothing is slow: moves are false."""
-    run = Run(gang, "tensor", shape=shape)
-    run.steps(3)
-    run.policy.active = True
-    run.steps(steps)
-    times = compute(run.policy.rows[3:])
-    return {"moves": len(run.policy.decided), "chi": max(times) / min(times), "decided": str(run.policy.decided)}
+    with closing(Run(gang, "tensor", shape=shape)) as run:
+        run.steps(3)
+        run.policy.active = True
+        run.steps(steps)
+        times = compute(run.policy.rows[3:])
+        return {"moves": len(run.policy.decided), "chi": max(times) / min(times), "decided": str(run.policy.decided)}
 
 
 def undisturbed(gang: Gang, *, steps: int, shape: dict[str, int]) -> list[float]:
     """The losses of the same task without anything."""
-    run = Run(gang, "tensor", shape=shape)
-    run.steps(steps)
-    return run.losses
+    with closing(Run(gang, "tensor", shape=shape)) as run:
+        run.steps(steps)
+        return run.losses
 
 
 def eight_ranks() -> float:
@@ -333,26 +347,25 @@ def _rank(rank: int, store: str, result: str, quick: bool) -> None:
     torch.set_num_threads(1)
     gang = Gang(rank=rank, size=RANKS, store=Path(store))
     gang.meet(timeout_s=600)
-    size = Size(static=6, active=24, after=16, quiet=60) if quick else Size()
-    shape = {"width": 256, "depth": 1, "batch": 8, "context": 128} if quick else SHAPE
+    size = QUICK if quick else Size()
+    shape = QUICK_SHAPE if quick else SHAPE
     found: dict[str, Any] = {}
     for name, busy in CHIS.items():
-        if name == "2" or not quick:
-            found[f"tensor_{name}"] = one = scenario(gang, "tensor", busy, size=size, shape=shape, mode="migrate")
-            found[f"per_step_{name}_s"] = per_step(gang, one["shares"], busy, size=size, shape=shape)
+        found[f"tensor_{name}"] = one = scenario(gang, "tensor", busy, size=size, shape=shape, mode="migrate")
+        found[f"per_step_{name}_s"] = per_step(gang, one["shares"], busy, size=size, shape=shape)
     calm = undisturbed(gang, steps=len(found["tensor_2"]["losses"]), shape=shape)
     found["loss_deviation"] = max(
         abs(a - b) / max(1.0, abs(b)) for a, b in zip(found["tensor_2"]["losses"], calm, strict=True)
     )
     found["resize"] = scenario(gang, "tensor", 1, size=size, shape=shape, mode="resize")
-    if not quick:
-        found["semi"] = scenario(gang, "tensor", 1, size=size, shape=shape, mode="semi")
-        found["data"] = scenario(gang, "data", 1, size=size, shape=shape, mode="migrate")
-        # Layers are what moves: there must be some, and micro-batches enough that stages do not wait for each other.
-        deep = {**shape, "width": 384, "depth": 6}
-        found["pipeline"] = scenario(gang, "pipeline(2, microbatches=8)", 1, size=size, shape=deep, mode="migrate")
-        for mode in ("migrate", "resize", "semi"):
-            found[f"mixed_{mode}"] = mixed(gang, shape={**shape, "width": 384, "depth": 2}, mode=mode)
+    found["semi"] = scenario(gang, "tensor", 1, size=size, shape=shape, mode="semi")
+    found["data"] = scenario(gang, "data", 1, size=size, shape=shape, mode="migrate")
+    # Layers are what moves: there must be some, and micro-batches enough that stages do not wait for each other.
+    deep = {**shape, "width": 128 if quick else 384, "depth": 4 if quick else 6}
+    found["pipeline"] = scenario(gang, "pipeline(2, microbatches=8)", 1, size=size, shape=deep, mode="migrate")
+    middle = {**shape, "width": 128 if quick else 384, "depth": 1 if quick else 2}
+    for mode in ("migrate", "resize", "semi"):
+        found[f"mixed_{mode}"] = mixed(gang, size=size, shape=middle, mode=mode)
     found["quiet"] = quiet(gang, steps=size.quiet, shape={**shape, "depth": 1, "batch": 8})
     if gang.leads:
         Path(result).write_text(json.dumps(found))
@@ -360,6 +373,7 @@ def _rank(rank: int, store: str, result: str, quick: bool) -> None:
 
 
 SHAPE = {"width": 512, "depth": 3, "batch": 8, "context": 128}
+QUICK_SHAPE = {"width": 256, "depth": 1, "batch": 8, "context": 64}
 
 
 def main() -> None:
@@ -369,34 +383,31 @@ def main() -> None:
         place = Path(folder)
         mp.spawn(_rank, (str(place / "store"), str(place / "result"), chosen.quick), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found = json.loads((place / "result").read_text())
-    arms = [(name, found[f"tensor_{name}"]) for name in CHIS if f"tensor_{name}" in found]
+    arms = [(name, found[f"tensor_{name}"]) for name in CHIS]
 
     def lent(name: str, one: dict[str, Any]) -> float:
         return float((one["static_s"] - found[f"per_step_{name}_s"]) / (one["static_s"] - one["best_s"]))
 
-    def reach(name: str) -> Any:
-        return found[name]["reach"] if name in found else None
-
+    alone_s = min(found["mixed_migrate"]["spent_s"], found["mixed_resize"]["spent_s"])
+    exact = found["mixed_migrate"]["loss"]
+    reactions = [one["reaction_steps"] for _, one in arms]
     figures = {
         "chi": [one["chi"] for _, one in arms],
         "static_slowdown": [one["static_s"] / one["even_s"] for _, one in arms],
         "migrate_reach": [one["reach"] for _, one in arms],
         "per_step_reach": [lent(*arm) for arm in arms],
-        "resize_reach": reach("resize"),
-        "semi_reach": reach("semi"),
-        "data_reach": reach("data"),
-        "pipeline_reach": reach("pipeline"),
+        "resize_reach": found["resize"]["reach"],
+        "semi_reach": found["semi"]["reach"],
+        "data_reach": found["data"]["reach"],
+        "pipeline_reach": found["pipeline"]["reach"],
         "sim8_reach": eight_ranks(),
-        "reaction_steps": max(one["reaction_steps"] or 999 for _, one in arms),
+        "reaction_steps": "not each straggler was answered" if None in reactions else max(reactions),
         "pause_over_step": max(one["pause_over_step"] for _, one in arms),
         "loss_deviation": found["loss_deviation"],
         "false_moves": found["quiet"]["moves"],
+        "mixed_semi_over_best_alone": found["mixed_semi"]["spent_s"] / alone_s,
+        "mixed_loss_added": {mode: found[f"mixed_{mode}"]["loss"] - exact for mode in ("resize", "semi")},
     }
-    if "mixed_semi" in found:
-        alone = min(found["mixed_migrate"]["spent_s"], found["mixed_resize"]["spent_s"])
-        exact = found["mixed_migrate"]["loss"]
-        figures["mixed_semi_over_best_alone"] = found["mixed_semi"]["spent_s"] / alone
-        figures["mixed_loss_added"] = {mode: found[f"mixed_{mode}"]["loss"] - exact for mode in ("resize", "semi")}
     details = {
         name: {key: value for key, value in one.items() if key != "losses"} if isinstance(one, dict) else one
         for name, one in found.items()

@@ -1,13 +1,15 @@
 """Seeded faults befall runs, on one machine and on a Ray cluster; each must end as an undisturbed one does.
 
-python -m bench.chaos [--faults 40] [--seed 1] [--only local|ray] [--quick] [--json] [--keep]
+python -m bench.chaos [--faults 45] [--calls 200] [--seed 1] [--only local|ray|calls] [--quick] [--json] [--keep]
 
 Workers, controllers, actors and raylets are killed; workers stand still, for a moment or until they are replaced; the
-disk is full for a while; checkpoints lose their end or get other bits; a node is cut off from the others.
+disk is full for a while; checkpoints lose their end or get other bits; a node is cut off from the others. Then system
+calls fail, one in each run (`bench.chaos_syscalls`).
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import secrets
 import shutil
@@ -20,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import chaos_local, harness
+from bench import chaos_local, chaos_syscalls, harness
 from bench.chaos_retrace import WHERE
 from bench.chaos_storm import CHECKPOINT_EVERY, SWEEP, Storm
 
 _STEPS, _QUICK_STEPS = 400, 100
-_FAULTS_PER_RUN, _QUICK_FAULTS = 4, 6
+_FAULTS_PER_RUN, _QUICK_FAULTS = 4, 3
 """The few of a quick storm befall one run: what follows after the last one of a run takes as long as the faults."""
 
 
@@ -106,16 +108,35 @@ def _end(storm: Storm, reference: Path, tally: Tally) -> None:
 
 
 def main() -> None:
-    """Local storms, then storms on Ray."""
+    """Local storms, storms on Ray, then calls that fail."""
     parser = harness.parser(__doc__)
     parser.add_argument("--faults", type=int, default=45, help="how many in all; a third of them on Ray")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["local", "ray"])
+    parser.add_argument("--calls", type=int, default=chaos_syscalls.FAULTS, help="how many system calls fail")
+    parser.add_argument("--only", choices=["local", "ray", "calls"])
     chosen = parser.parse_args()
     count = _QUICK_FAULTS if chosen.quick else chosen.faults
-    only = chosen.only or ("local" if chosen.quick else None)
-    on_ray = count if only == "ray" else 0 if only == "local" else count // 3
+    calls = chaos_syscalls.QUICK_FAULTS if chosen.quick else chosen.calls
+    on_ray = {"local": 0, "ray": count, "calls": 0, None: 0 if chosen.quick else count // 3}[chosen.only]
     tally = Tally()
+    if chosen.only != "calls":
+        _storms(chosen, count=count, on_ray=on_ray, tally=tally)
+    if chosen.only in (None, "calls"):
+        _calls(chosen, calls, tally)
+    figures: dict[str, Any] = {
+        "faults": tally.faults,
+        "survived": tally.survived,
+        "lost_steps_max": tally.lost_steps_max,
+        "wrong_results": len(tally.wrong),
+        "leaked_processes": len(tally.leaked),
+    }
+    details = {"kinds": tally.kinds, "seed": chosen.seed, "wrong": tally.wrong, "leaked": tally.leaked}
+    harness.finish("chaos", figures, details, chosen)
+    if tally.wrong or tally.leaked or tally.survived < tally.faults:
+        raise SystemExit("\n".join([*tally.wrong, *tally.leaked]) or "not every fault was survived")
+
+
+def _storms(chosen: argparse.Namespace, *, count: int, on_ray: int, tally: Tally) -> None:
     with tempfile.TemporaryDirectory(prefix="rota-chaos-") as place:
         folder = Path(place)
         (folder / "sweep.py").write_text(
@@ -134,17 +155,14 @@ def main() -> None:
                 storms(disk, "local", where=WHERE, faults=faults, count=count - on_ray, weather=weather)
         if on_ray:
             _on_ray(folder, on_ray, weather)
-    figures: dict[str, Any] = {
-        "faults": tally.faults,
-        "survived": tally.survived,
-        "lost_steps_max": tally.lost_steps_max,
-        "wrong_results": len(tally.wrong),
-        "leaked_processes": len(tally.leaked),
-    }
-    details = {"kinds": tally.kinds, "seed": chosen.seed, "wrong": tally.wrong, "leaked": tally.leaked}
-    harness.finish("chaos", figures, details, chosen)
-    if tally.wrong or tally.leaked or tally.survived < tally.faults:
-        raise SystemExit("\n".join([*tally.wrong, *tally.leaked]) or "not every fault was survived")
+
+
+def _calls(chosen: argparse.Namespace, count: int, tally: Tally) -> None:
+    found, wrong = chaos_syscalls.befall_all(chaos_syscalls.some(chosen.quick), count=count, seed=chosen.seed)
+    tally.faults += found["faults"]
+    tally.survived += found["survived"]
+    tally.wrong += wrong
+    tally.kinds |= {kind: times for kind, times in found.items() if " at " in kind}
 
 
 def _on_ray(folder: Path, count: int, weather: Weather) -> None:

@@ -39,8 +39,8 @@ from rota.execute.record import RunRecord
 from rota.runtime import limits
 from rota.store.journal import read_events, read_summary
 
-_FAULTS, _QUICK_FAULTS = 200, 6
-_QUICK_SCENARIOS = ("gang", "spilled", "to_spill")
+FAULTS, QUICK_FAULTS = 200, 2
+_QUICK_SCENARIOS = ("gang",)
 _ENDS_S = 180.0
 _FULL_S = 4.0
 """A disk that is full for a while is so for this long."""
@@ -488,37 +488,23 @@ def _any_file(site: Site, there: Sequence[Site]) -> Site:
 # ---- the command ----
 
 
-def main() -> None:
-    """Draw, befall, judge, tell."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--faults", type=int, default=_FAULTS)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="this scenario")
-    parser.add_argument("--repeat", type=int, help="the fault of this number, and what its commands said")
-    parser.add_argument("--from", type=int, default=1, dest="first", help="the number of the first fault")
-    parser.add_argument("--cold", action="store_true", help="start each process anew")
-    parser.add_argument("--sites", action="store_true", help="what calls there are")
-    chosen = parser.parse_args()
-    names = (chosen.only,) if chosen.only else _QUICK_SCENARIOS if chosen.quick else [one.name for one in SCENARIOS]
-    scenarios = [one for one in SCENARIOS if one.name in names]
+def befall_all(
+    scenarios: Sequence[Scenario], *, count: int, seed: int, cold: bool = False, first: int = 1, only: int | None = None
+) -> tuple[Counter[str], list[str]]:
+    """So many faults, one run each: what became of them, and what was wrong. `only` is the number of the one to try."""
     tally = Counter[str]()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="rota-faults-") as place:
-        runs = Runs(Path(place).resolve(), cold=chosen.cold)
+        runs = Runs(Path(place).resolve(), cold=cold)
         try:
             for scenario in scenarios:
                 begun_s = time.monotonic()
                 runs.reference(scenario)
                 print(f"{scenario.name}: {time.monotonic() - begun_s:.1f} s", file=sys.stderr, flush=True)
-                if chosen.sites:
-                    print("\n".join(map(str, runs.sites[scenario.name])))
-            if chosen.sites:
-                return
-            wanted = _QUICK_FAULTS if chosen.quick else chosen.faults
-            for fault in drawn(runs.sites, scenarios, seed=chosen.seed):
-                if fault.number < chosen.first or chosen.repeat not in (None, fault.number):
+            for fault in drawn(runs.sites, scenarios, seed=seed):
+                if fault.number < first or only not in (None, fault.number):
                     continue
-                if tally["faults"] == wanted:
+                if tally["faults"] == count:
                     break
                 begun_s = time.monotonic()
                 outcome = runs.befall(fault)
@@ -529,18 +515,58 @@ def main() -> None:
                     tally["faults"] += 1
                     tally["survived"] += not outcome.wrong
                     tally[f"resumes {outcome.resumes}"] += 1
+                    tally[f"{fault.mode} at {fault.site.call}"] += 1
                 word = "not met" if not outcome.fired else "ok" if not outcome.wrong else "WRONG"
                 print(f"{fault}: {word}, {outcome.resumes} resumes, {took_s:.1f} s", file=sys.stderr, flush=True)
                 if outcome.wrong:
                     wrong.append(f"{fault}:\n  " + "\n  ".join(outcome.wrong))
+                if outcome.wrong or only:
                     print("\n".join([*outcome.wrong, *outcome.fired[:5], *outcome.said]), file=sys.stderr, flush=True)
-                elif chosen.repeat:
-                    print("\n".join([*outcome.fired[:5], *outcome.said]), file=sys.stderr, flush=True)
                 runs.forget(fault)
-                if chosen.repeat:
+                if only:
                     break
         finally:
             runs.close()
+    return tally, wrong
+
+
+def some(quick: bool, name: str | None = None) -> list[Scenario]:
+    """All scenarios, or the one of this name."""
+    names = (name,) if name else _QUICK_SCENARIOS if quick else [one.name for one in SCENARIOS]
+    return [one for one in SCENARIOS if one.name in names]
+
+
+def show_sites(scenarios: Sequence[Scenario], *, cold: bool) -> None:
+    """What calls there are."""
+    with tempfile.TemporaryDirectory(prefix="rota-faults-") as place:
+        runs = Runs(Path(place).resolve(), cold=cold)
+        try:
+            for scenario in scenarios:
+                runs.reference(scenario)
+                print("\n".join(map(str, runs.sites[scenario.name])))
+        finally:
+            runs.close()
+
+
+def main() -> None:
+    """Draw, befall, judge, tell."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--faults", type=int, default=FAULTS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="this scenario", choices=[one.name for one in SCENARIOS])
+    parser.add_argument("--repeat", type=int, help="the fault of this number, and what its commands said")
+    parser.add_argument("--from", type=int, default=1, dest="first", help="the number of the first fault")
+    parser.add_argument("--cold", action="store_true", help="start each process anew")
+    parser.add_argument("--sites", action="store_true", help="what calls there are")
+    chosen = parser.parse_args()
+    scenarios = some(chosen.quick, chosen.only)
+    if chosen.sites:
+        show_sites(scenarios, cold=chosen.cold)
+        return
+    count = QUICK_FAULTS if chosen.quick else chosen.faults
+    tally, wrong = befall_all(
+        scenarios, count=count, seed=chosen.seed, cold=chosen.cold, first=chosen.first, only=chosen.repeat
+    )
     figures = {"faults": tally["faults"], "survived": tally["survived"], "wrong": len(wrong)}
     harness.finish("chaos_syscalls", figures, {"tally": dict(tally), "seed": chosen.seed, "wrong": wrong}, chosen)
     if wrong:

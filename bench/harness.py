@@ -16,6 +16,10 @@ from typing import Any
 from rota.cluster.discover import available_cores, cpu_label, memory_limit_bytes
 
 RESULTS = Path(__file__).parent / "results"
+LEFT_OUT = "left out by --quick"
+"""Stands for a figure that takes too long for --quick."""
+_BESIDE = {"details", "quick", "machine"}
+"""What a kept file has beside its figures."""
 
 
 def options(description: str | None) -> argparse.Namespace:
@@ -50,14 +54,35 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def kept(name: str) -> dict[str, Any]:
+    """The figures of the last result that was kept; none if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return {key: value for key, value in found.items() if key not in _BESIDE}
+
+
+def _lacks(value: Any, wanted: Any) -> bool:
+    """Whether there is no value, or a part of it is not there."""
+    if isinstance(value, dict):
+        parts = wanted if isinstance(wanted, dict) else {}
+        return any(_lacks(value.get(key), parts.get(key)) for key in {*parts, *value})
+    if isinstance(value, list):
+        return any(_lacks(one, None) for one in value)
+    return value is None
+
+
 def finish(name: str, figures: dict[str, Any], details: dict[str, Any], chosen: argparse.Namespace) -> None:
-    """Print the result, and keep it if asked to."""
-    if chosen.keep:
+    """Print the result, and keep it if asked to. It has all figures of the kept one: SystemExit names what it lacks."""
+    wanted = figures if chosen.keep else kept(name)
+    lacking = sorted(key for key in {*wanted, *figures} if _lacks(figures.get(key), wanted.get(key)))
+    if chosen.keep and not lacking:
         RESULTS.mkdir(exist_ok=True)
-        kept = {**figures, "details": details, "quick": chosen.quick, "machine": machine()}
-        (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
+        result = {**figures, "details": details, "quick": chosen.quick, "machine": machine()}
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     if chosen.json:
         print(json.dumps(figures))
-        return
-    for key, value in (figures | details).items():
-        print(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
+    else:
+        for key, value in (figures | details).items():
+            print(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
+    if lacking:
+        raise SystemExit(f"bench.{name} has no value for {', '.join(lacking)}; say why there is none instead of it")

@@ -17,6 +17,7 @@ def task(lr: float) -> rota.Task:
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
         steps=STEPS,
         clip_norm=1.0,
+        strategy="single",
         checkpoint_every=int(os.environ["BENCH_SAVE_EVERY"]),
     )
 

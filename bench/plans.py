@@ -18,9 +18,7 @@ def main() -> None:
         found |= part(chosen.quick)
     names = ("coshard_memory", "coshard_time", "interlaced_vs_best", "recycled_vs_sequential")
     figures = {name: found[name] for name in names}
-    simulated = plans_simulated.simulated(chosen.quick)
-    # Where no rule-based plan fits there is no ratio, but what fits.
-    figures["simulated"] = {name: one["ratio"] or f"{one['fits']} fit" for name, one in simulated.items()}
+    figures["simulated"], simulated = plans_simulated.simulated(chosen.quick)
     details = {name: value for name, value in found.items() if name not in figures}
     harness.finish("plans", figures, details | {"simulated_details": simulated}, chosen)
 

@@ -52,7 +52,7 @@ def coshard(quick: bool) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model, batch, graph = _swin(image=192 if quick else 256)
+        model, batch, graph = _swin(image=128 if quick else 256)
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         programs = {name: find(text)(graph, 1).compile() for name, text in ARMS.items()}
         peaks = {}
@@ -65,7 +65,7 @@ def coshard(quick: bool) -> dict[str, Any]:
         for run in runs.values():
             run.optimize(_optimizer)
         steps: dict[str, Callable[[], Any]] = {name: functools.partial(run.train, batch) for name, run in runs.items()}
-        seconds = _interleaved(steps, 5 if quick else 15)
+        seconds = _interleaved(steps, 3 if quick else 15)
     finally:
         torch.set_num_threads(threads)
     return {
@@ -84,7 +84,7 @@ def recycled(quick: bool) -> dict[str, Any]:
         mp.spawn(_rank, (str(place / "store"), str(place / "result"), quick), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found: dict[str, Any] = torch.load(place / "result", weights_only=False)
     ratios = {
-        count: found[f"sequential_{count}"]["median"] / found[f"recycled_{count}"]["median"] for count in MICROBATCHES
+        count: found[f"sequential_{count}"]["median"] / found[f"recycled_{count}"]["median"] for count in _counts(quick)
     }
     return {
         "recycled_vs_sequential": ratios[MICROBATCHES[0]],
@@ -93,19 +93,23 @@ def recycled(quick: bool) -> dict[str, Any]:
     }
 
 
+def _counts(quick: bool) -> tuple[int, ...]:
+    return MICROBATCHES[:1] if quick else MICROBATCHES
+
+
 def _rank(rank: int, store: str, result: str, quick: bool) -> None:
     torch.set_num_threads(1)
     comm.connect(rank=rank, size=RANKS, store=dist.FileStore(store, RANKS))
     groups = comm.Groups()
-    model, batch, graph = _evoformer()
+    model, batch, graph = _evoformer(depth=2 if quick else 4)
     steps: dict[str, Callable[[], Any]] = {}
     for name, order in ORDERS.items():
-        for count in MICROBATCHES:
+        for count in _counts(quick):
             program = find(f"recycled(microbatches={count}, order={order!r})")(graph, RANKS).compile()
             engine = Engine(program, dict(model.named_parameters()), rank=rank, groups=groups)
             engine.optimize(_optimizer)
             steps[f"{name}_{count}"] = functools.partial(engine.train, batch)
-    seconds = _interleaved(steps, 7 if quick else 25, wait=dist.barrier)
+    seconds = _interleaved(steps, 5 if quick else 25, wait=dist.barrier)
     if rank == 0:
         torch.save(seconds, result)
     dist.barrier()
@@ -158,10 +162,10 @@ def _swin(*, image: int) -> tuple[nn.Module, Any, Graph]:
         return model, batch, capture(model, batch, lambda model, one: model(**one).loss)
 
 
-def _evoformer() -> tuple[nn.Module, Any, Graph]:
+def _evoformer(*, depth: int) -> tuple[nn.Module, Any, Graph]:
     """The same on every rank."""
     torch.manual_seed(0)
-    model = Evoformer(width=32, depth=4, heads=4, recycles=3)
+    model = Evoformer(width=32, depth=depth, heads=4, recycles=3)
     samples, rows, columns = 2 * RANKS, 8, 24
     batch = (
         torch.randn(samples, rows, columns, 32),

@@ -117,7 +117,7 @@ SHAPES = [(512, 6, 8), (640, 5, 10), (768, 4, 8), (512, 8, 6), (640, 8, 6), (768
 def main() -> None:
     """Compare."""
     chosen = harness.options(__doc__)
-    shapes = [(512, 3, 1), (512, 4, 2), (512, 5, 1), (512, 3, 2)] if chosen.quick else SHAPES
+    shapes = [(512, 3, 1), (512, 4, 1), (512, 3, 2)] if chosen.quick else SHAPES
     models = [
         Setting(name=f"gpt{number}-{width}x{depth}", width=width, depth=depth, steps=steps)
         for number, (width, depth, steps) in enumerate(shapes)

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ TOGETHER = (
     "pipeline(microbatches=4)", "pipeline(order='gpipe', microbatches=4)",
     "pipeline(order='interleaved', microbatches=4)",
 )  # fmt: skip
+QUICK = ("single", "data", "zero(stage=3)", "tensor", "pipeline(microbatches=4)")
 WARM = 2
 QUIET = 0.1
 """Of the machine."""
@@ -102,6 +103,7 @@ def main() -> None:
     """Calibrate, predict, measure, compare."""
     chosen = harness.options(__doc__)
     names = ["gpt"] if chosen.quick else list(SUBJECTS)
+    wanted = QUICK if chosen.quick else (*ALONE, *TOGETHER)
     repeats = 5 if chosen.quick else 15
     torch.set_num_threads(1)
     predicted: dict[tuple[str, str], Simulation] = {}
@@ -110,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             subject = SUBJECTS[name]()
-            programs = compiled(subject.graph())
+            programs = compiled(subject.graph(), wanted)
             started_s = time.perf_counter()
             costs = calibrate(programs.values(), budget_s=60.0, cache=Path(folder) / "cache")
             assert costs.calibration is not None
@@ -123,7 +125,7 @@ def main() -> None:
                 predicted[(name, text)] = program.simulate(costs)
                 memory[(name, text)] = measured_bytes(program, subject)
         result = str(Path(folder) / "result")
-        mp.spawn(_rank, (str(Path(folder) / "store"), result, names, repeats), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        mp.spawn(_rank, (str(Path(folder) / "store"), result, names, wanted, repeats), nprocs=RANKS)  # type: ignore[no-untyped-call]
         taken: dict[tuple[str, str], list[Taken]] = torch.load(result, weights_only=False)
     times = {key: _undisturbed(found) for key, found in taken.items()}
     others = [one.others for found in taken.values() for one in found]
@@ -171,10 +173,10 @@ def _regret(predicted: Any, times: Any, name: str) -> float:
     return measured[best] / min(measured.values())
 
 
-def compiled(graph: Graph) -> dict[str, Program]:
+def compiled(graph: Graph, wanted: Sequence[str]) -> dict[str, Program]:
     """A program for each strategy that this model can have."""
     found = {}
-    for text in (*ALONE, *TOGETHER):
+    for text in wanted:
         try:
             found[text] = find(text)(graph, 1 if text in ALONE else RANKS).compile()
         except InputError as error:
@@ -190,7 +192,7 @@ def measured_bytes(program: Program, subject: Subject) -> list[int]:
     return [ledger.peak_bytes[device] for device in range(program.devices)]
 
 
-def _rank(rank: int, store: str, result: str, names: list[str], repeats: int) -> None:
+def _rank(rank: int, store: str, result: str, names: list[str], wanted: tuple[str, ...], repeats: int) -> None:
     torch.set_num_threads(1)
     comm.connect(rank=rank, size=RANKS, store=dist.FileStore(store, RANKS))
     groups = comm.Groups()
@@ -198,7 +200,7 @@ def _rank(rank: int, store: str, result: str, names: list[str], repeats: int) ->
     for name in names:
         subject = SUBJECTS[name]()
         steps: dict[str, Callable[[], Any]] = {}
-        for text, program in compiled(subject.graph()).items():
+        for text, program in compiled(subject.graph(), wanted).items():
             steps[text] = _step(program, subject, rank, groups, alone=text in ALONE)
         for turn in range(WARM + repeats):
             for text, step in steps.items():

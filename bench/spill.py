@@ -45,16 +45,15 @@ def main() -> None:
     if chosen.huge:
         huge(chosen)
         return
-    setting, rounds = Setting(arm="memory", width=1024, depth=12, rows=8, length=128, steps=64), ROUNDS
+    setting, rounds, small_rounds = Setting(arm="memory", width=1024, depth=12, rows=8, length=128, steps=64), ROUNDS, 4
     if chosen.quick:
-        setting, rounds = replace(setting, width=768, depth=8, rows=4), {"spill": 2, "mapped": 1}
+        setting, rounds, small_rounds = replace(setting, width=512, rows=2), dict.fromkeys(ROUNDS, 1), 1
     setting = replace(setting, memory_bytes=setting.state_bytes // OVER)
     compared = compare(setting, rounds)
     figures = figures_of(setting, compared)
     details: dict[str, Any] = {"setting": asdict(setting), "arms": compared}
-    if not chosen.quick:
-        details["small"] = compare(replace(setting, rows=1, length=64), {"spill": 4})
-        figures["small_batch"] = ratio(details["small"]["spill"])
+    details["small"] = compare(replace(setting, rows=1, length=64), {"spill": small_rounds})
+    figures["small_batch"] = ratio(details["small"]["spill"])
     del details["setting"]["folder"]  # of this machine only
     harness.finish("spill", figures, details, chosen)
 
@@ -88,10 +87,7 @@ def figures_of(setting: Setting, compared: dict[str, dict[str, Any]]) -> dict[st
         "bit_equal": all(losses == compared["memory"]["losses"][: len(losses)] for losses in exact),
         "vs_mmap": ratio(compared["spill"]) / ratio(compared["mapped"]),
     }
-    for arm in ("no_prefetch", "no_clean_tracking", "recompute_only"):
-        if arm in compared:
-            found[arm] = ratio(compared[arm])
-    return found
+    return found | {arm: ratio(compared[arm]) for arm in ("no_prefetch", "no_clean_tracking", "recompute_only")}
 
 
 def huge(chosen: Any) -> None:

@@ -33,6 +33,7 @@ from rota.runtime.training import Training
 from rota.strategies import spill
 from rota.task import Data, Task
 from rota.testing.models import GPT
+from rota.threads import OwnedThread, safe_point
 
 VOCABULARY = 512
 _GROUPS = Path("/sys/fs/cgroup/memory")
@@ -217,7 +218,12 @@ class Watch:
         self._start_bytes = anonymous_bytes()
         self._most_bytes = self._start_bytes
         self._on = threading.Event()
-        threading.Thread(target=self._look, daemon=True).start()
+        self._thread = OwnedThread(self._look, name="watch", wake=self._on.set)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._thread.end()
 
     @property
     def peak_bytes(self) -> int:
@@ -235,6 +241,7 @@ class Watch:
 
     def _look(self) -> None:
         while self._on.wait():
+            safe_point()
             with open("/proc/self/status") as file:
                 taken = next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
             self._most_bytes = max(self._most_bytes, taken)
@@ -285,8 +292,7 @@ def run(setting: Setting, asked: Iterator[int], answer: Callable[[dict[str, Any]
     keeper: Any = confined(int(_ROOM * setting.memory_bytes)) if limited else contextlib.nullcontext(False)
     executors: list[Any] = []
     began_s = time.perf_counter()
-    with keeper as kept:
-        watch = Watch()
+    with keeper as kept, contextlib.closing(Watch()) as watch:
         with watch.looking():
             if setting.arm == "memory":
                 step = in_memory(setting)

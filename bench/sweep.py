@@ -5,8 +5,8 @@ python -m bench.sweep [--quick] [--json]
 Every arm trains the same thirteen tasks to their end. The others follow their own schedule, made from what rota has
 measured before (which costs them nothing); rota starts with an empty cache, measures, schedules and trains, and then
 once more with what it knows. The bound is that of the step times that were lived through in any of these runs: what was
-measured beforehand is not what the machine does later. With --quick tasks are very short, and only current
-practice and rota run: what profiling takes is then a large part of the whole.
+measured beforehand is not what the machine does later. With --quick there are three tasks of a few steps: what
+profiling takes is then the larger part of the whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.sweep_tasks import sweep
+from bench.sweep_tasks import quick_sweep, sweep
 from rota.cluster import Cluster, local
 from rota.execute.backends.local import LocalBackend
 from rota.execute.events import Event
@@ -45,7 +45,7 @@ from rota.sweep import Sweep
 from rota.testing.runs import controlling
 
 RULES = ("max", "min", "optimus", "random")
-MEMORY = "640MiB"
+MEMORY, QUICK_MEMORY = "640MiB", "96MiB"
 
 
 Way = tuple[str, str, int]
@@ -66,40 +66,36 @@ class Arm:
 def main() -> None:
     """Train it all."""
     chosen = harness.options(__doc__)
-    scale, rounds = (0.02, 1) if chosen.quick else (0.7, 2)
-    rules = ("max",) if chosen.quick else RULES
-    tasks = sweep(scale)
-    cluster = local(devices=2, memory=MEMORY, kind="cpu")
+    tasks, memory, rounds = (quick_sweep(), QUICK_MEMORY, 1) if chosen.quick else (sweep(0.7), MEMORY, 2)
+    cluster = local(devices=2, memory=memory, kind="cpu")
     with tempfile.TemporaryDirectory() as root:
         place = Path(root)
         known = _known(tasks, cluster, place)
-        times: dict[str, list[Arm]] = {name: [] for name in (*rules, "rota", "rota_again")}
+        times: dict[str, list[Arm]] = {name: [] for name in (*RULES, "rota", "rota_again")}
         for turn in range(rounds):
-            for name in rules if turn % 2 else rules[::-1]:
+            for name in RULES if turn % 2 else RULES[::-1]:
                 times[name].append(_rule(name, tasks, cluster, place / f"{name}-{turn}", known, seed=turn))
             cache = place / f"cache-{turn}"
             times["rota"].append(_rota(tasks, cluster, place / f"rota-{turn}", cache))
-            if not chosen.quick:
-                times["rota_again"].append(_rota(tasks, cluster, place / f"again-{turn}", cache))
+            times["rota_again"].append(_rota(tasks, cluster, place / f"again-{turn}", cache))
     _finish(times, known, chosen)
 
 
 def _finish(times: dict[str, list[Arm]], known: Forecast, chosen: Any) -> None:
-    middle = {name: statistics.median(arm.seconds for arm in arms) for name, arms in times.items() if arms}
-    before = {name: statistics.median(arm.before_s for arm in arms) for name, arms in times.items() if arms}
+    middle = {name: statistics.median(arm.seconds for arm in arms) for name, arms in times.items()}
+    before = {name: statistics.median(arm.before_s for arm in arms) for name, arms in times.items()}
     assert known.solved is not None
     bound_s = _lived_bound_s(known, [arm for arms in times.values() for arm in arms])
     # The workers' own start is in every arm, and none of it is profiling.
-    start_s = min(before[name] for name in RULES if name in before)
+    start_s = min(before[name] for name in RULES)
     names = {"vs_current_practice": "max", "vs_min": "min", "vs_optimus": "optimus", "vs_random": "random"}
-    figures: dict[str, Any] = {key: middle[name] / middle["rota"] for key, name in names.items() if name in middle}
+    figures: dict[str, Any] = {key: middle[name] / middle["rota"] for key, name in names.items()}
     figures["of_bound"] = (middle["rota"] - start_s) / bound_s
     profiling_s = max(0.0, before["rota"] - start_s)
     figures["profiling_share"] = profiling_s / middle["rota"]
     # Optimus decides by rota's estimates and is given them; this is what it would take if it had to measure them.
     figures["vs_optimus_measuring"] = (middle["optimus"] + profiling_s) / middle["rota"]
-    if "rota_again" in middle:
-        figures["profiling_share_again"] = max(0.0, before["rota_again"] - start_s) / middle["rota_again"]
+    figures["profiling_share_again"] = max(0.0, before["rota_again"] - start_s) / middle["rota_again"]
     details = {
         "seconds": {name: [arm.seconds for arm in arms] for name, arms in times.items()},
         "before_s": {name: [arm.before_s for arm in arms] for name, arms in times.items()},

@@ -91,3 +91,12 @@ def sweep(scale: float) -> rota.Sweep:
         gpt("huge", 3e-4, width=1024, depth=8, batch=4, steps=steps(12)),
     ]
     return rota.Sweep(tasks=tuple(tasks), name="sweep")
+
+
+def quick_sweep() -> rota.Sweep:
+    """A few of them for some steps; what must spill has 120 MiB, which is more than a device has."""
+    tasks = [
+        *(gpt("small", lr, width=96, depth=2, batch=16, steps=8) for lr in (1e-3, 3e-3)),
+        gpt("huge", 3e-4, width=384, depth=4, batch=4, steps=4),
+    ]
+    return rota.Sweep(tasks=tuple(tasks), name="sweep")
