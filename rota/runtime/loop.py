@@ -173,6 +173,7 @@ class Loop:
         """The state of the last checkpoint. The leader clears up and sets aside; the others look when it is done."""
         if self._leads:
             inside.remove_each(self._folder, inside.MODEL_SIDE)
+            inside.remove_each(self._folder, inside.DISK_LOOK, inside.SHARDS)
         if self._mirror is not None:
             self._fetch(self._mirror)
         found = self._latest(self._notice) if self._leads else None

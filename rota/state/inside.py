@@ -22,7 +22,9 @@ from rota.state.files import make_private_folder
 Names: TypeAlias = "Mapping[str, Names | None]"
 """What rota makes in a folder: the pattern of a name -> the names in that folder, or None for a file."""
 
-CHECKPOINT: Names = {r"tensors\.safetensors|state\.json|commit\.json": None}
+_SAFETENSORS_SIDE = r"\.tmp\w{6}"
+"""What safetensors writes, beside the file that it is asked for, until it is whole."""
+CHECKPOINT: Names = {rf"tensors\.safetensors|state\.json|commit\.json|{_SAFETENSORS_SIDE}": None}
 CHECKPOINTS: Names = {r"checkpoint-\d{8,}(\.damaged)?|\.writing-\d+": CHECKPOINT}
 ITEM = r"(group\d+-(weights|moments|gradients)|rest|\d+:[^/]+|[0-9a-f]+|item\d)"
 ITEM_FILE = rf"{ITEM}\.[012]"
@@ -30,10 +32,12 @@ SHARDS: Names = {
     ITEM_FILE: None,
     r"commit\.json(\.damaged)?|commit-before\.json|\.commit\.json\.tmp": None,
 }
-ROOM: Names = {r"shards|\.building|\.disk-\w{8}": SHARDS}
+DISK_LOOK = r"\.disk-\w{8}"
+"""Where the pace of the disk is measured."""
+ROOM: Names = {rf"shards|\.building|{DISK_LOOK}": SHARDS}
 """Where a process of a task keeps what leaves its memory."""
-MODEL_SIDE = r"\.model\.safetensors\.\d+\.tmp"
-"""What `files.replacing` was writing in a process that was killed."""
+MODEL_SIDE = rf"\.model\.safetensors\.\d+\.tmp|{_SAFETENSORS_SIDE}"
+"""What was written of a model in a process that was killed."""
 TASK: Names = {
     rf"lock|model\.safetensors|output(-\d+)?\.log|gang-\d+|{MODEL_SIDE}": None,
     "checkpoints": CHECKPOINTS,

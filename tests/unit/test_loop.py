@@ -151,6 +151,29 @@ def test_a_technique_without_state_in_the_process_that_leads_is_told(tmp_path):
         run_rank(tmp_path, 0, technique=Everywhere(weights=lambda self, between_steps: None))
 
 
+# ---- what a killed process left ----
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ".tmpO3m2wQ",  # of safetensors, which writes beside the file that it is asked for
+        ".model.safetensors.17.tmp",
+        ".disk-995yggaa/item2.0",
+        "checkpoints/.writing-17/.tmpO3m2wQ",
+        "checkpoints/.writing-17/tensors.safetensors",
+    ],
+)
+def test_nothing_is_left_of_what_a_killed_process_was_writing(tmp_path, left):
+    path = tmp_path / left
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    run(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+    assert all(one.name.startswith("checkpoint-") for one in (tmp_path / "checkpoints").iterdir())
+    assert not path.exists()
+
+
 # ---- to the end ----
 
 
