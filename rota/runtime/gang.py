@@ -61,7 +61,8 @@ class Gang:
         with contextlib.suppress(Exception):
             comm.disconnect()
         if self.leads and isinstance(self.store, Path):
-            self.store.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the controller removes it before the next attempt
+                self.store.unlink()
 
     def _store(self, timeout_s: float) -> Any:
         if isinstance(self.store, Path):
