@@ -5,8 +5,8 @@ python -m bench.sweep [--quick] [--json]
 Every arm trains the same thirteen tasks to their end. The others follow their own schedule, made from what rota has
 measured before (which costs them nothing); rota starts with an empty cache, measures, schedules and trains, and then
 once more with what it knows. The bound is that of the step times that were lived through in any of these runs: what was
-measured beforehand is not what the machine does later. With --quick there are three tasks of a few steps: what
-profiling takes is then the larger part of the whole.
+measured beforehand is not what the machine does later. With --quick there are three tasks of a few steps, and
+the others share their workers: what profiling and starting take is then the larger part of the whole.
 """
 
 from __future__ import annotations
@@ -68,13 +68,18 @@ def main() -> None:
     chosen = harness.options(__doc__)
     tasks, memory, rounds = (quick_sweep(), QUICK_MEMORY, 1) if chosen.quick else (sweep(0.7), MEMORY, 2)
     cluster = local(devices=2, memory=memory, kind="cpu")
+    times: dict[str, list[Arm]] = {name: [] for name in (*RULES, "rota", "rota_again")}
     with tempfile.TemporaryDirectory() as root:
         place = Path(root)
-        known = _known(tasks, cluster, place)
-        times: dict[str, list[Arm]] = {name: [] for name in (*RULES, "rota", "rota_again")}
+        with closing(LocalBackend(cluster)) as backend:
+            known = _known(tasks, cluster, backend, place)
+            for name in RULES if chosen.quick else ():
+                times[name].append(_rule(name, tasks, cluster, backend, place / name, known, seed=0))
         for turn in range(rounds):
-            for name in RULES if turn % 2 else RULES[::-1]:
-                times[name].append(_rule(name, tasks, cluster, place / f"{name}-{turn}", known, seed=turn))
+            for name in () if chosen.quick else RULES if turn % 2 else RULES[::-1]:
+                with closing(LocalBackend(cluster)) as backend:
+                    arm = _rule(name, tasks, cluster, backend, place / f"{name}-{turn}", known, seed=turn)
+                times[name].append(arm)
             cache = place / f"cache-{turn}"
             times["rota"].append(_rota(tasks, cluster, place / f"rota-{turn}", cache))
             times["rota_again"].append(_rota(tasks, cluster, place / f"again-{turn}", cache))
@@ -130,22 +135,23 @@ def _lived_bound_s(known: Forecast, arms: Sequence[Arm]) -> float:
     return lower_bound(problem_of(left, known.nodes))
 
 
-def _known(tasks: Sweep, cluster: Cluster, place: Path) -> Forecast:
+def _known(tasks: Sweep, cluster: Cluster, backend: LocalBackend, place: Path) -> Forecast:
     """What rota measures, for the others."""
     os.environ["ROTA_CACHE"] = str(place / "cache")
-    with closing(LocalBackend(cluster)) as backend:
-        return forecast(
-            tasks,
-            cluster=cluster,
-            backend=backend,
-            folder=place / "profile",
-            widths=widths(tasks, cluster),
-            thorough=True,
-            worth_s=0.0,
-        )
+    return forecast(
+        tasks,
+        cluster=cluster,
+        backend=backend,
+        folder=place / "profile",
+        widths=widths(tasks, cluster),
+        thorough=True,
+        worth_s=0.0,
+    )
 
 
-def _rule(name: str, tasks: Sweep, cluster: Cluster, path: Path, known: Forecast, *, seed: int) -> Arm:
+def _rule(
+    name: str, tasks: Sweep, cluster: Cluster, backend: LocalBackend, path: Path, known: Forecast, *, seed: int
+) -> Arm:
     """Train by a simple rule's schedule, which nothing changes."""
     intents = intents_of(known.problem, HEURISTICS[name](known.problem, seed), now_s=0.0)
     policy = Scheduled(
@@ -158,10 +164,7 @@ def _rule(name: str, tasks: Sweep, cluster: Cluster, path: Path, known: Forecast
     )
     devices = [device.name for device in cluster.devices]
     started_s = time.perf_counter()
-    with (
-        closing(LocalBackend(cluster)) as backend,
-        controlling(tasks, path, backend, devices, policy=policy) as controller,
-    ):
+    with controlling(tasks, path, backend, devices, policy=policy) as controller:
         backend.warm_up(len(devices))
         state = controller.run()
         seconds = time.perf_counter() - started_s
