@@ -127,6 +127,7 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_end(f
     monkeypatch.setattr(os, "rename", noted_rename)
     checkpoint.write(folder, tree_of(1))
     assert done == [
+        folder.parent.name,  # the folder of checkpoints was made
         *["tensors.safetensors", "state.json", "commit.json", f".writing-{os.getpid()}"],
         *["rename", folder.name],
     ]
