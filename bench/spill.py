@@ -47,9 +47,9 @@ def main() -> None:
         return
     setting, rounds = Setting(arm="memory", width=1024, depth=12, rows=8, length=128, steps=64), ROUNDS
     if chosen.quick:
-        setting, rounds = replace(setting, width=384, rows=2), {"spill": 2, "mapped": 1}
+        setting, rounds = replace(setting, width=512, rows=2), {"spill": 2, "mapped": 1}
     setting = replace(setting, memory_bytes=setting.state_bytes // OVER)
-    compared = compare(setting, rounds)
+    compared = compare(setting, rounds, quick=chosen.quick)
     figures = figures_of(setting, compared)
     details: dict[str, Any] = {"setting": asdict(setting), "arms": compared}
     figures["small_batch"] = harness.LEFT_OUT
@@ -60,15 +60,16 @@ def main() -> None:
     harness.finish("spill", figures, details, chosen)
 
 
-def compare(setting: Setting, rounds: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Each arm, as often as is wanted, in turns with plain PyTorch."""
+def compare(setting: Setting, rounds: dict[str, int], *, quick: bool = False) -> dict[str, dict[str, Any]]:
+    """Each arm, as often as is wanted, in turns with plain PyTorch; quick takes one step where others take several."""
     found: dict[str, dict[str, Any]] = {}
+    warm, turn = (1, 1) if quick else (WARM, TURN)
     with started(replace(setting, arm="memory")) as memory:
-        memory.turn(WARM)
+        memory.turn(warm)
         for arm, count in rounds.items():
             with started(replace(setting, arm=arm)) as other:
-                other.turn(WARM)
-                pairs = [(memory.turn(TURN)["step_s"], other.turn(TURN)["step_s"]) for _ in range(count)]
+                other.turn(warm)
+                pairs = [(memory.turn(turn)["step_s"], other.turn(turn)["step_s"]) for _ in range(count)]
             found[arm] = {"memory_and_arm_step_s": pairs, "losses": other.losses, **other.facts}
     found["memory"] = {"losses": memory.losses, **memory.facts}
     return found
