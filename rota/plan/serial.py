@@ -45,7 +45,7 @@ def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Progra
     try:
         data = json.loads(text)
         version, of_graph = data["version"], data["graph"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"this is not a program: {_short(error)}") from error
     if version != _VERSION:
         raise InputError(
@@ -58,13 +58,13 @@ def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Progra
     try:
         plan = _read_plan(data, graph, refined)
         program = compile_plan(plan, reference=data["reference"])
+        derived = _Writer().program(program)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RotaError) as error:
         raise InputError(f"the program was altered or damaged ({_short(error)}); compile the plan again") from error
-    derived = _Writer().program(program)
     changed = [key for key in sorted({*data, *derived}) if _text(data.get(key)) != _text(derived.get(key))]
     if changed:
         raise InputError(
-            f"the program was altered or damaged, or another version of rota wrote it (its {', '.join(changed)} "
+            f"the program was altered or damaged, or another version of rota wrote it (its {_cut(', '.join(changed))} "
             "should be what its plan compiles to); compile the plan again"
         )
     return program
