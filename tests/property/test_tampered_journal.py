@@ -25,6 +25,7 @@ from rota.cli import main
 from rota.cluster.device import Cluster, Device
 from rota.errors import RotaError
 from rota.execute import run as running
+from rota.execute.clock import RunClock
 from rota.execute.events import Launched, Lost, Requeued, RunBegan, RunEnded, RunNoted, RunResumed, Stopped
 from rota.execute.identity import describe, digest
 from rota.runtime.messages import Balanced, Began, Failed, Finished, Halted, Measured, Noticed, Saved
@@ -183,7 +184,8 @@ class Nothing:
     shards: tuple[str, ...] = ()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
+        self.clock = RunClock()
+        self.now_s = self.clock.now_s
 
     def warm_up(self, count: int) -> None:
         """No workers."""

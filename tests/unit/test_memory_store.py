@@ -254,7 +254,7 @@ def test_a_record_that_cannot_be_read_now_is_not_damaged(store, tmp_path, monkey
     def failing(path, **options):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
-    monkeypatch.setattr("pathlib.Path.read_text", failing)
+    monkeypatch.setattr("rota.state.inside.read_text", failing)
     with pytest.raises(CheckpointError, match="Too many open files") as caught:
         reopened(tmp_path)
     assert not isinstance(caught.value, CorruptCheckpointError)
