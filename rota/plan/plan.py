@@ -431,9 +431,11 @@ class Plan:
         size = self.batch_size
         if size is None or size < self.microbatches:
             shape = self.graph.tensors[self.graph.inputs[0]].shape if self.graph.inputs else ()
-            taken = f" (a view of the model takes its {shape[0]} apart)" if shape and size and shape[0] != size else ""
+            rows = shape[0] if shape else 0
+            taken = f" (a view of the model takes its {rows} apart)" if size and rows != size else ""
+            count = "1 sample" if (size or rows) == 1 else f"{size or rows} samples"
             raise InputError(
-                f"a batch of {size or 0} samples{taken} cannot be cut into {self.microbatches} micro-batches; use fewer"
+                f"a batch of {count}{taken} cannot be cut into {self.microbatches} micro-batches; use fewer"
             )
 
     @property

@@ -13,13 +13,14 @@ from rota.runtime.channel import Deframer, frame
 from rota.runtime.messages import Beat, Failed, Halt, Ready, Shutdown, Stored
 
 TEXT = st.text(max_size=12)
+COUNT = st.integers(0, 2**40)
 MESSAGES = st.one_of(
     st.builds(Halt, task=TEXT),
-    st.builds(Stored, count=st.integers()),
+    st.builds(Stored, count=COUNT),
     st.builds(Shutdown),
-    st.builds(Ready, pid=st.integers()),
+    st.builds(Ready, pid=COUNT),
     st.builds(Beat, task=TEXT, phase=TEXT, phase_s=st.floats(allow_nan=False), limit_s=st.none() | st.just(1.5)),
-    st.builds(Failed, task=TEXT, attempt=st.integers(), step=st.integers(), reason=TEXT, traceback=TEXT),
+    st.builds(Failed, task=TEXT, attempt=COUNT, step=COUNT, reason=TEXT, traceback=TEXT),
 )
 FRAMES = st.lists(st.tuples(MESSAGES, st.binary(max_size=40)), max_size=6)
 

@@ -32,7 +32,7 @@ class Ran:
 
 
 def ran(model, batch, loss):
-    graph = capture(model, batch, loss)
+    graph = capture(model if any(True for _ in model.parameters()) else model.eval(), batch, loss)
     values = {**graph.constants, **dict(model.named_parameters()), **dict(model.named_buffers())}
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     values.update(zip(graph.inputs, leaves, strict=True))
