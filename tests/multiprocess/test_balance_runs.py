@@ -37,7 +37,7 @@ def restless(every, seed):
     def policy(standing, seen, facts):
         draw = random.Random(seed * 1000 + seen.step)
         if standing.under_way is None and seen.step % every == every // 2:
-            raw = [draw.uniform(0.1, 1) for _ in range(facts.ranks)]
+            raw = [draw.uniform(0.1, 1) ** 3 for _ in range(facts.ranks)]
             shares = tuple(one / sum(raw) for one in raw)
             return dataclasses.replace(standing, under_way=shares), Migrate(shares=shares, why="a test")
         return standing, None
