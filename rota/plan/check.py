@@ -329,8 +329,8 @@ class _Replay:
         if self._tensor.get(value.name, value.name) != tensor:
             raise ProgramError(f"{self._name(node)} reads {value.name} for {tensor}")
         have = self.program.boxes[value.box]
-        if value.microbatch == node.microbatch:
-            right = have == box
+        if value.microbatch == node.microbatch and tensor not in self.program.stored:
+            right = have == box  # both count within the micro-batch
         else:
             wanted = box
             if node.microbatch != ONCE:

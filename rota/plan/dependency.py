@@ -290,7 +290,8 @@ class _Wirer:
             if wanted and group[0].site.grad:
                 self._return(name, group, context, crossing)
         for need, context, crossing, group in sorted(needs, key=lambda one: -len(one[0])):
-            if name in self.plan.gathered_for_use:
+            # What has a row for each sample is another part of it at each micro-batch: it comes once, whole.
+            if name in self.plan.gathered_for_use and all(self._sample_factor(use) is None for use in group):
                 for one in {use.site.context for use in group}:
                     self._gather_for_use(name, [use for use in group if use.site.context == one])
                 continue
@@ -309,16 +310,19 @@ class _Wirer:
 
     def _everywhere(self, use: Use, box: Box, crossing: bool) -> Iterator[tuple[int, Box]]:
         """The box of a read in the whole tensor at each micro-batch; once if it is the same at all of them."""
-        if not crossing or use.site.context == ONCE:
-            yield ONCE, box
-            return
-        op = use.site.op.name
-        coordinate = coordinate_of(self.plan.refined, self.micro.running[op], op, use.read)
-        if coordinate is None:
+        factor = self._sample_factor(use) if crossing else None
+        if factor is None:
             yield ONCE, box
             return
         for microbatch in self._of_context(use.site.context):
-            yield microbatch, self.micro.shifted(box, coordinate, microbatch)
+            yield microbatch, self.micro.shifted(box, factor, microbatch)
+
+    def _sample_factor(self, use: Use) -> int | None:
+        """Which factor of what is read counts the samples of a micro-batch, if the site runs for each."""
+        if use.site.context == ONCE:
+            return None
+        op = use.site.op.name
+        return coordinate_of(self.plan.refined, self.micro.running[op], op, use.read)
 
     def _sources(self, name: str, context: int, crossing: bool) -> list[Piece]:
         """What is there of a tensor: what its makers made, or what is stored."""

@@ -10,6 +10,7 @@ from rota.plan.box import Box
 from rota.plan.plan import Plan
 from rota.runtime.in_process import InProcess
 from rota.runtime.ledger import Ledger
+from rota.strategies.base import find
 from rota.testing.models import GPT
 from rota.testing.plans import cuttable, data_plan, pipeline_plan, single_plan, tensor_plan
 
@@ -197,3 +198,31 @@ def test_a_plan_of_the_forward_pass_alone_gives_the_loss(case):
     found, expected = case.run(plan), case.run(case.single())
     torch.testing.assert_close(found.outputs["loss"], expected.outputs["loss"], rtol=1e-12, atol=0.0)
     assert not any(bool(gradient.any()) for gradient in found.gradients.values())
+
+
+class RowForEachSample(torch.nn.Module):
+    """Parameters whose rows are those of the batch, which micro-batches take apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 4)
+        self.rows, self.longer = (torch.nn.Parameter(torch.randn(count, 4)) for count in (8, 16))
+        self.mix = torch.nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("scale", torch.randn(8, 4))
+
+    def forward(self, x):
+        return self.mix @ self.linear(x) * self.scale + self.rows + self.longer[:8]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("product", ["{}", "data(2) * {}", "pipeline(2) * {}", "{} * pipeline(2)"])
+def test_a_parameter_with_a_row_for_each_sample(stage, product):
+    torch.manual_seed(0)
+    model = RowForEachSample().double()
+    batch = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    graph = capture(model, batch, lambda model, one: F.mse_loss(model(one[0]), one[1]))
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    expected = InProcess(single_plan(graph).compile(), state).run(batch)
+    text = product.format(f"zero(2, stage={stage}, microbatches=2)")
+    plan = find(text)(graph, 4 if "*" in product else 2)
+    assert_same(InProcess(plan.compile(), state).run(batch), expected)
