@@ -277,9 +277,16 @@ def _bind(value: Any, rest: Any) -> Any:
     return value
 
 
+_KEEP_THEIR_TERMS = ("mse_loss", "smooth_l1_loss")
+"""PyTorch returns their sum in memory as large as all terms: a copy of the sum lets go of it."""
+
+
 def compute_of(case: Case, cut: LocalCut | None) -> Compute:
     """How a part of an op is computed; None for all of it."""
     rule = rule_of(case.op)
+    if case.op.kind in _KEEP_THEIR_TERMS and argument_of(case.op, "reduction") in (_MEAN, _SUM):
+        whole = _call(case) if cut is None or rule is None or rule.local is None else rule.local(case, cut)
+        return lambda values: whole(values).clone()
     if cut is None or rule is None:
         return _call(case)
     if not cut.first:

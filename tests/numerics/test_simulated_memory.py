@@ -288,3 +288,16 @@ def test_what_is_stored_is_the_parameters_and_buffers():
     simulation = find("single")(graph, 1).compile().simulate()
     state = [*specimen.model.parameters(), *specimen.model.buffers()]
     assert simulation.stored_bytes == (sum(one.numel() * one.element_size() for one in state),)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.l1_loss, F.huber_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_wide_outputs_at_the_peak_of_a_step(loss, reduction):
+    model, batch = nn.Linear(8, 4096), (torch.randn(64, 8), torch.randn(64, 4096))
+    graph = capture(model, batch, lambda model, one: loss(model(one[0]), one[1], reduction=reduction))
+    for strategy in ("single", "single(microbatches=2)", "data(2)"):
+        program, ledger = find(strategy)(graph, 2).compile(), Ledger()
+        with ledger:
+            InProcess(program, dict(model.named_parameters()), ledger=ledger).execute(batch)
+        for device, predicted in enumerate(program.simulate().peak_bytes):
+            assert predicted == pytest.approx(ledger.peak_bytes.get(device, 0), rel=0.1)
