@@ -211,11 +211,10 @@ class Runs:
                 outcome.wrong.append("a command did not end")
                 break
             begun = _events(run) > 0
-            if phase < last:
-                # Another controller goes on in another way, as soon as there is something to go on with.
-                phase += begun
+            if phase < last and begun:
+                phase += 1  # another controller goes on in another way, as soon as there is something to go on with
                 continue
-            if code == 0:
+            if code == 0 and phase == last:
                 break
             if outcome.resumes == _RESUMES:
                 outcome.wrong.append(f"the run has not ended after {_RESUMES} resumes")

@@ -30,6 +30,8 @@ _DAMAGED = (
 
 Row = tuple[float, str, str, str]
 """An event: its time, kind, task and JSON."""
+_FORMAT_VERSIONS, _WAL = 18, 2
+"""Where SQLite's header has the versions for writing and for reading, and which of them stands for WAL mode."""
 INSERT_EVENT = "INSERT INTO events (time_s, kind, task, data) VALUES (?, ?, ?, ?)"
 
 
@@ -41,7 +43,13 @@ def make(path: Path, rows: Sequence[Row] = ()) -> None:
         connection.executemany(INSERT_EVENT, rows)
         check_length(path)
         with files.replacing(path) as side:
-            side.write_bytes(connection.serialize())
+            side.write_bytes(_in_wal_mode(connection.serialize()))
+
+
+def _in_wal_mode(database: bytes) -> bytes:
+    """A database that is in WAL mode from the first moment: to switch later leaves, after a kill, a file beside it that
+    only a writer can undo."""
+    return database[:_FORMAT_VERSIONS] + bytes((_WAL, _WAL)) + database[_FORMAT_VERSIONS + 2 :]
 
 
 def create(path: Path, *, durable: bool) -> sqlite3.Connection:
@@ -76,6 +84,8 @@ def open_existing(path: Path, *, writable: bool = False) -> sqlite3.Connection:
         raise InputError(f"{path.parent} is not a run: it holds no {path.name}; see `rota status` for the runs here")
     check_length(path)
     with translated(path):
+        # What a killed writer of an earlier version began to change can only be undone by a writer.
+        writable = writable or path.with_name(path.name + "-journal").exists()
         _check_files(path, written=writable)
         mode = "rw" if writable else "ro"
         # Readers make files, too. Where they cannot, and nothing is beside the journal, nobody writes to it either.

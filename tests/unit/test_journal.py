@@ -9,6 +9,8 @@ import math
 import os
 import sqlite3
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -706,3 +708,25 @@ def test_a_journal_that_leads_elsewhere_is_refused(path, tmp_path, refused, end)
     for use in uses(path):
         assert str(beside) in refused(use, error=StoreError)
     assert elsewhere.read_bytes() == before
+
+
+def test_a_journal_is_in_wal_mode_from_the_first_moment(path):
+    add(path, BEGAN, time_s=1.0)
+    with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_what_a_killed_writer_began_is_undone_by_a_reader(path):
+    add(path, BEGAN, time_s=1.0)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+    code = (
+        "import os, sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
+        "c.execute('PRAGMA cache_size=1'); c.execute('BEGIN');"
+        "c.execute('UPDATE events SET data = printf(\"%.*c\", 2000000, 120)');"
+        "os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60)
+    assert path.with_name("journal.db-journal").exists()
+    assert list(read_events(path)) == [(1.0, BEGAN)]
