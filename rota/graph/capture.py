@@ -16,15 +16,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from rota.errors import CaptureError
+from rota.errors import CaptureError, RotaError
 from rota.graph.batch import check_leaves, leaves_of, skeleton_of, with_tensors
 from rota.graph.checkpointed import marking
 from rota.graph.functional import Builder, module_of
 from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
+from rota.graph.recorded import Watched, check_dense, recording
 from rota.graph.traceable import traceable_losses
 
 _PREFIX = "model."
@@ -47,8 +50,17 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     captured in eval mode, with its dropout turned on afterwards; `Graph.notes` says so.
     """
     _check_hooks(model)
-    with _heard_asking() as asking:
-        graph = _captured(model, batch, loss)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with _heard_asking() as asking:
+            graph = _captured(model, batch, loss)
+    except RotaError:
+        raise
+    except Exception as error:  # the model's code, torch.export and its graph may hold anything
+        raise CaptureError(f"the model cannot be captured: {_reason(error)}") from error
+    finally:  # the loss may have switched them, and ended half way
+        for module, mode in modes.items():
+            module.training = mode
     return replace(graph, notes=(*graph.notes, ASKS)) if asking else graph
 
 
@@ -111,7 +123,8 @@ class _Step(torch.nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         before = dict(self.model.named_buffers())
-        result = self._loss(self.model, self._made(tuple(batch.values())))
+        with Watched(self.model):
+            result = self._loss(self.model, self._made(tuple(batch.values())))
         outputs = dict(result) if isinstance(result, dict) else {"loss": result}
         # A buffer that was assigned, not written into, is another tensor now.
         assigned = {
@@ -128,7 +141,8 @@ def _export(model: torch.nn.Module, batch: Any, loss: Loss) -> tuple[torch.expor
     step.training = model.training
     try:
         check_leaves(batch)
-        with _quietly(), _refusing_own_gradients(), traceable_losses(), marking() as notes:
+        check_dense([leaf for _, leaf in leaves_of(batch, "")], "its batch has")
+        with _quietly(), _refusing_own_gradients(), traceable_losses(), recording(), marking() as notes:
             return torch.export.export(step, (_inputs(batch),), strict=False), tuple(notes)
     except Exception as error:  # whatever the model's code or torch.export raises
         raise CaptureError(f"the model cannot be captured: {_reason(error)}") from error
@@ -149,14 +163,26 @@ def _inputs(batch: Any) -> dict[str, torch.Tensor]:
 def _reason(error: Exception) -> str:
     """In one line. What Python itself raises is mostly a mistake in the user's code: so say which, and where."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, DataDependentOutputException):
+        return f"it reads the values of a tensor, or branches on them ({error.func}){_place(error)}"
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return f"it branches on the values of a tensor{_place(error)}"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the shape of what {error.func} makes depends on values{_place(error)}"
+    if lines and "fake tensor in the exported program constant" in lines[0]:
+        return "it uses a tensor that its code makes outside of PyTorch's record, or keeps from an earlier step"
     if type(error).__module__ != "builtins" or isinstance(error, RuntimeError | NotImplementedError):
-        return lines[0] if lines else type(error).__name__
-    name = type(error).__name__
+        told = lines[0] if lines else type(error).__name__
+        return told.partition(" Please file an issue")[0] + ("" if isinstance(error, RotaError) else _place(error))
+    return f"its code raised {type(error).__name__}{f': {lines[0]}' if lines else ''}{_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Where the user's code is that raised it; nothing if it is not the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     place = next((one for one in reversed(frames) if not one.filename.startswith(inside)), None)
-    where = "" if place is None else f" ({os.path.basename(place.filename)}, line {place.lineno})"
-    return f"its code raised {name}{f': {lines[0]}' if lines else ''}{where}"
+    return "" if place is None else f" ({os.path.basename(place.filename)}, line {place.lineno})"
 
 
 @contextlib.contextmanager
@@ -225,6 +251,11 @@ def _build(
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         value = node.meta.get("val")
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            raise CaptureError(
+                "the model cannot be captured: it uses an object of PyTorch's that is not a tensor, such as a "
+                "torch.Generator; draw random numbers without a generator of your own"
+            )
         if not isinstance(value, torch.Tensor):  # a number or a string of the batch, already part of the ops
             continue
         target = (spec.target or "").removeprefix(_PREFIX)

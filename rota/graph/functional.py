@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from rota.errors import CaptureError
 from rota.graph.checkpointed import checkpoint_of
 from rota.graph.graph import Op, Ref, Role, Tensor, refs
+from rota.graph.recorded import Record, record_of
 
 # They check or copy what cannot change.
 _DROPPED = {"_assert_tensor_metadata", "sym_constrain_range_for_size", "_assert_scalar"}
@@ -23,6 +25,7 @@ _SAME = {"lift_fresh_copy", "lift_fresh", "alias"}
 _SCATTERS = {"slice": "aten.slice_scatter.default", "select": "aten.select_scatter.default"}
 _NO_GRADIENT = {"detach"}
 _WITH_STATISTICS = {"batch_norm", "instance_norm"}
+_TRAINED_NORM = "aten._native_batch_norm_legit_functional.default"
 
 
 @dataclass
@@ -36,14 +39,6 @@ class _View:
     """Of the base, when the view was made."""
 
 
-@dataclass
-class _Mode:
-    """The regions that the current ops are in."""
-
-    with_grad: bool = True
-    autocast: str = ""
-
-
 class Builder:
     """Walks an FX graph in order and collects tensors and ops; a tensor never changes, a node's tensor may."""
 
@@ -54,10 +49,13 @@ class Builder:
         """node -> Ref, a tuple of them, or a plain value"""
         self._views: dict[Node, _View] = {}
         self._versions: dict[Node, int] = {}
+        self._regions: dict[Node, Any] = {}
+        """A call of a region, such as one under no_grad -> the nodes in it that it returns."""
         self._written: dict[str, str] = {}
         self._sources: dict[Node, Tensor] = {}
         self._names: dict[str, int] = {}
-        self._mode = _Mode(autocast=_autocast_now())
+        self._record = Record()
+        """Of the node that is looked at."""
 
     def declare(self, node: Node, tensor: Tensor) -> None:
         """A placeholder stands for this tensor; tied parameters have one tensor and several placeholders."""
@@ -65,17 +63,13 @@ class Builder:
         self._values[node] = Ref(name=tensor.name)
         self._sources[node] = tensor
 
-    def run(self, module: GraphModule) -> Any:
-        """Take in every node; the references that the graph returns."""
-        result: Any = None
+    def run(self, module: GraphModule) -> None:
+        """Take in every node."""
         for node in module.graph.nodes:
             if node.op == "call_function":
                 self._call(node)
             elif node.op == "get_attr":
                 self._values[node] = getattr(module, str(node.target))
-            elif node.op == "output":
-                result = self._resolve(node.args[0])
-        return result
 
     def value(self, node: Node) -> Any:
         """What a node stands for now."""
@@ -99,24 +93,32 @@ class Builder:
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, Node)
+            if source in self._regions:
+                inner = self._regions[source][index]
+                if isinstance(inner, Node):
+                    self._alias(node, inner)  # a write to it is a write to what the region was given
+                return
             self._values[node] = self.value(source)[index]
             if source in self._views:
                 self._views[node] = self._views[source]
             return
         name = getattr(node.target, "__name__", str(node.target))
         if name.startswith("wrap_with_set_grad_enabled"):
-            enabled, inner, *arguments = node.args
-            self._inline(node, inner, arguments, _Mode(with_grad=bool(enabled), autocast=self._mode.autocast))
+            _, inner, *arguments = node.args
+            self._inline(node, inner, arguments)
         elif name.startswith("wrap_with_autocast"):
-            _, dtype, enabled, _, inner, *arguments = node.args
-            kind = str(dtype).removeprefix("torch.") if enabled else ""
-            self._inline(node, inner, arguments, _Mode(with_grad=self._mode.with_grad, autocast=kind))
+            _, _, _, _, inner, *arguments = node.args
+            self._inline(node, inner, arguments)
         elif isinstance(node.target, torch._ops.OpOverload):
+            self._record = record_of(node)
             self._aten(node, node.target)
+        elif str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            raise CaptureError("the model cannot be captured: it uses torch.func (such as vmap, grad or jvp)")
         else:
             raise CaptureError(f"the model cannot be captured: it calls {name}, which is not an op of PyTorch")
 
-    def _inline(self, node: Node, inner: Any, arguments: list[Any], mode: _Mode) -> None:
+    def _inline(self, node: Node, inner: Any, arguments: list[Any]) -> None:
+        """Take in the nodes of a region; each has a record of the modes that it is in."""
         module = self._values[inner]
         places = [one for one in module.graph.nodes if one.op == "placeholder"]
         for place, argument in zip(places, arguments, strict=True):
@@ -124,17 +126,18 @@ class Builder:
                 self._alias(place, argument)
             else:
                 self._values[place] = self._resolve(argument)
-        before, self._mode = self._mode, mode
-        result = self.run(module)
-        self._mode = before
-        self._values[node] = result
+        self.run(module)
+        (output,) = (one for one in module.graph.nodes if one.op == "output")
+        self._regions[node] = output.args[0]
 
     def _aten(self, node: Node, target: torch._ops.OpOverload) -> None:
         kind = target._schema.name.removeprefix("aten::")
         if kind in _DROPPED:
             return
+        if any(one and name.startswith("sparse") for name, one in _named_arguments(node, target)):
+            raise CaptureError(f"the model cannot be captured: {module_of(node) or kind} has sparse gradients")
         if kind in _SAME or (kind == "dropout" and not _drops(node, kind)):
-            self._alias(node, _first(node))
+            self._same(node, _first(node))
             return
         if kind.startswith("__"):  # the operators, such as __and__
             kind = kind.strip("_")
@@ -148,12 +151,22 @@ class Builder:
             return
         base = _base_of(node)
         if base is not None and _is_whole(node, base) and kind not in _NO_GRADIENT:
-            self._alias(node, base)  # to, contiguous, reshape, x[:], ... that give the tensor itself
+            self._same(node, base)  # to, contiguous, reshape, x[:], ... that give the tensor itself
             return
         self._values[node] = self._emit(node, str(target), kind)
         if base is not None:
             version = self._versions.get(self._root(base), 0)
             self._views[node] = _View(base=base, kind=kind, arguments=node.args[1:], version=version)
+
+    def _same(self, node: Node, base: Node) -> None:
+        """A node shows all of another one: the tensor itself, or one without its gradient, as a view under no_grad."""
+        value = self.value(base)
+        if not self.tensors[value.name].requires_grad or self._record.with_grad or _gives_itself(node, base):
+            self._alias(node, base)
+            return
+        self._values[node] = self._emit(node, "aten.detach.default", "detach", args=(value,), like=base)
+        version = self._versions.get(self._root(base), 0)
+        self._views[node] = _View(base=base, kind="detach", arguments=(), version=version)
 
     def _alias(self, node: Node, base: Node) -> None:
         """A node is another one under a second name."""
@@ -169,6 +182,13 @@ class Builder:
             return False
         if kind != "batch_norm":
             raise CaptureError(f"the model cannot be captured: {kind} updates its running statistics")
+        # PyTorch's backward reads the statistics where they are, not as they were.
+        reads = {one.name for one in statistics}
+        if any(reads & set(op.inputs) and self._has_gradient(op) and op.target != _TRAINED_NORM for op in self.ops):
+            raise CaptureError(
+                f"the model cannot be captured: {module_of(node) or kind} runs in eval mode and then in train mode "
+                "within a step, which changes the statistics that the backward pass of the first reads"
+            )
         name = self._name(node, kind)
         made = self._declare_result(name, node.meta["val"], kind, tuple(refs(arguments)))
         new = []
@@ -176,8 +196,7 @@ class Builder:
             tensor = replace(self.tensors[old.name], name=f"{name}.{label}", role=Role.ACTIVATION)
             self.tensors[tensor.name] = tensor
             new.append(tensor.name)
-        target = "aten._native_batch_norm_legit_functional.default"
-        self._append(node, name, kind, target, tuple(arguments[:8]), {}, (made, None, None, *new))
+        self._append(node, name, kind, _TRAINED_NORM, tuple(arguments[:8]), {}, (made, None, None, *new))
         self._values[node] = Ref(name=made or "")
         for source, tensor_name in zip(node.args[3:5], new, strict=True):
             assert isinstance(source, Node)
@@ -240,8 +259,18 @@ class Builder:
             source = self._emit(node, "aten.expand.default", "expand", args=(source, shape), like=_first(node))
         return source
 
+    def _has_gradient(self, op: Op) -> bool:
+        return any(one is not None and self.tensors[one].requires_grad for one in op.outputs)
+
     def _replace(self, written: Node, new: Any, at: Node) -> None:
         view = self._views.get(written)
+        detaches = getattr(at.target, "__name__", "").startswith("detach_")
+        if not self._record.with_grad and not detaches and self.tensors[self.value(written).name].requires_grad:
+            raise CaptureError(
+                f"the model cannot be captured: {at.target} writes under torch.no_grad() into a tensor that has a "
+                "gradient, which PyTorch keeps as it was; write the result into a new tensor instead, as in "
+                "h + (h.round() - h).detach()"
+            )
         if view is None or view.kind == "same":
             base = written if view is None else view.base
             self._values[written] = new
@@ -301,7 +330,7 @@ class Builder:
         results = (like or node).meta["val"]
         several = isinstance(results, tuple | list)
         made = [
-            self._declare_result(f"{name}.{i}" if several else name, value, kind, inputs)
+            self._declare_result(f"{name}.{i}" if several else name, value, kind, inputs, place=i)
             for i, value in enumerate(results if several else [results])
         ]
         self._append(node, name, kind, target, args, kwargs, tuple(made))
@@ -322,6 +351,10 @@ class Builder:
         kwargs: dict[str, Any],
         outputs: tuple[str | None, ...],
     ) -> None:
+        inputs = tuple(dict.fromkeys(refs([*args, *kwargs.values()])))
+        # What makes a new float of one with a gradient, without one, is in a region that torch.export may have lost.
+        lost = self._record.differentiable == (False,) and any(self._lacks_gradient(one, kind) for one in outputs)
+        with_grad = self._record.with_grad and not (lost and any(self.tensors[one].requires_grad for one in inputs))
         self.ops.append(
             Op(
                 name=name,
@@ -329,28 +362,35 @@ class Builder:
                 target=target,
                 args=args,
                 kwargs=kwargs,
-                inputs=tuple(dict.fromkeys(refs([*args, *kwargs.values()]))),
+                inputs=inputs,
                 outputs=outputs,
                 module=module_of(node),
-                with_grad=self._mode.with_grad,
-                autocast=self._mode.autocast,
+                with_grad=with_grad,
+                autocast=self._record.autocast,
                 checkpoint=checkpoint_of(node),
             )
         )
 
-    def _declare_result(self, name: str, value: Any, kind: str, inputs: tuple[str, ...]) -> str | None:
+    def _lacks_gradient(self, output: str | None, kind: str) -> bool:
+        return output is not None and kind not in _NO_GRADIENT and _is_differentiable(self.tensors[output].dtype)
+
+    def _declare_result(
+        self, name: str, value: Any, kind: str, inputs: tuple[str, ...], *, place: int = 0
+    ) -> str | None:
         if not isinstance(value, torch.Tensor):
             return None
         if any(not isinstance(size, int) for size in value.shape):
             raise CaptureError(f"the model cannot be captured: the shape of what {name} makes depends on values")
-        differentiable = value.dtype.is_floating_point or value.dtype.is_complex
         wanted = any(self.tensors[one].requires_grad for one in inputs) and kind not in _NO_GRADIENT
+        known = self._record.differentiable
+        traced = known[place] if place < len(known) else self._record.with_grad
+        dtype = str(value.dtype).removeprefix("torch.")
         self.tensors[name] = Tensor(
             name=name,
             shape=tuple(int(size) for size in value.shape),
-            dtype=str(value.dtype).removeprefix("torch."),
+            dtype=dtype,
             role=Role.ACTIVATION,
-            requires_grad=differentiable and wanted and self._mode.with_grad,
+            requires_grad=_is_differentiable(dtype) and wanted and traced,
         )
         return name
 
@@ -372,9 +412,15 @@ class Builder:
         return name if count == 0 else f"{name}_{count}"
 
 
-def _autocast_now() -> str:
-    """The type of the torch.autocast that surrounds the capture, if any."""
-    return str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if torch.is_autocast_enabled("cpu") else ""
+def _is_differentiable(dtype: str) -> bool:
+    kind = getattr(torch, dtype)
+    return bool(kind.is_floating_point or kind.is_complex)
+
+
+def _named_arguments(node: Node, target: torch._ops.OpOverload) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call, by the names that the op gives them."""
+    yield from zip((one.name for one in target._schema.arguments), node.args, strict=False)
+    yield from node.kwargs.items()
 
 
 def _base_of(node: Node) -> Node | None:
@@ -387,6 +433,23 @@ def _memory(node: Node) -> int | None:
     value = node.meta.get("val")
     value = value[0] if isinstance(value, tuple | list) and value else value
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _gives_itself(node: Node, base: Node) -> bool:
+    """Whether an op gives the very tensor that it reads; a view of all of it is another one."""
+
+    def stand_in(one: Node) -> Any:
+        value = one.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    given = {one: stand_in(one) for one in node.all_input_nodes}
+    keywords = {name: "meta" if name == "device" else one for name, one in node.kwargs.items()}
+    args, kwargs = map_arg((node.args, keywords), given.__getitem__)
+    with torch.no_grad():
+        assert callable(node.target)
+        return node.target(*args, **kwargs) is given[base]
 
 
 def _is_whole(node: Node, base: Node) -> bool:

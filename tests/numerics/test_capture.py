@@ -11,6 +11,7 @@ from rota.graph.anywhere import anywhere
 from rota.graph.capture import ASKS, capture
 from rota.graph.graph import Role
 from rota.graph.run import run_graph
+from rota.strategies.base import find
 from rota.testing import zoo
 
 
@@ -443,3 +444,296 @@ def test_a_graph_that_forgets_where_it_was_captured_is_the_same(name):
     assert not [op.name for op in moved.ops if "device" in op.kwargs or op.target == "aten.to.device"]
     twin = copy.deepcopy(specimen.model)
     assert_same(captured(moved, specimen.model, specimen.batch), captured(graph, twin, specimen.batch))
+
+
+class Rounds(nn.Module):
+    """Writes into a tensor with a gradient while there are no gradients."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.a, self.w, self.write = nn.Linear(6, 4), nn.Parameter(torch.randn(4)), write
+
+    def forward(self, x):
+        h = self.a(x) * 3
+        with torch.no_grad():
+            self.write(h)
+        return h * self.w
+
+
+class Mixed(nn.Module):
+    """A small network with what the losses below switch."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)
+        self.kept = None
+
+    def forward(self, x):
+        return self.two(self.norm(self.one(x)).relu())
+
+    @torch.no_grad()
+    def teach(self, x):
+        return self(x)
+
+
+def against(first, second):
+    return nn.functional.mse_loss(first.float(), second.float())
+
+
+def autocast_teacher(m, b):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            t = m.one(b[0])
+        return against(m.one(b[0]), t.float() + b[1].sum())
+
+
+def autocast_inside_no_grad(m, b):
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            t = m(b[0])
+        u = m(b[0])
+    return against(m(b[0]), t + u + b[1])
+
+
+def autocast_switched_off(m, b):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = m.one(b[0])
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            t = m.two(h.float())
+        return against(m.two(h), t + b[1])
+
+
+def inference_teacher(m, b):
+    with torch.inference_mode():
+        t = m(b[0])
+    return (t + b[1] - m(b[0])).abs().sum()
+
+
+def set_grad_called(m, b):
+    torch.set_grad_enabled(False)
+    t = m(b[0])
+    torch.set_grad_enabled(True)
+    return against(m(b[0]), t + b[1])
+
+
+def enabled_inside(m, b):
+    with torch.no_grad():
+        t = m(b[0])
+        with torch.enable_grad():
+            h = m(b[0])
+    return against(h, t + b[1])
+
+
+def decorated(m, b):
+    return against(m(b[0]), m.teach(b[0]) + b[1])
+
+
+def viewed_without_gradient(m, b):
+    h = m(b[0])
+    with torch.no_grad():
+        whole, same = h.view(8, 4), h.contiguous()
+    return (h * whole + same).sum()
+
+
+def detached_in_place(m, b):
+    t = m(b[0])
+    t.detach_()
+    return against(m(b[0]), t + b[1])
+
+
+def own_leaf(m, b):
+    total = torch.zeros((), requires_grad=True)
+    return total + against(m(b[0]), b[1])
+
+
+def read_data(m, b):
+    return against(m(b[0]), m(b[0]).data + b[1])
+
+
+def added_target(m, b):
+    x = b[0].clone().requires_grad_()
+    return against(m(x), b[1])
+
+
+EQUAL = {
+    one.__name__: one
+    for one in (
+        autocast_teacher,
+        autocast_inside_no_grad,
+        autocast_switched_off,
+        inference_teacher,
+        set_grad_called,
+        enabled_inside,
+        decorated,
+        viewed_without_gradient,
+        detached_in_place,
+        own_leaf,
+        read_data,
+        added_target,
+    )
+}
+
+
+def planned(graph, model, batch):
+    """The loss and the gradients of the plan for one device."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    outcome = find("single")(graph, 1).compile().run_local(batch, state=state)
+    return outcome.outputs["loss"], outcome.gradients
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_regions_of_a_loss_are_those_of_plain_pytorch(name):
+    torch.manual_seed(1)
+    model, batch = Mixed(), (torch.randn(8, 6), torch.randn(8, 4))
+    twin, third = copy.deepcopy(model), copy.deepcopy(model)
+    graph = capture(model, batch, EQUAL[name])
+    expected = eager(twin, batch, EQUAL[name])
+    assert_same(captured(graph, model, batch), expected)
+    value, gradients = planned(graph, third, batch)
+    assert torch.equal(value, expected[0])
+    assert any(one.abs().sum() > 0 for one in gradients.values())
+    for key, one in gradients.items():
+        assert torch.equal(one, expected[1].get(key, torch.zeros_like(one))), key
+
+
+def switched(m, b):
+    for p in m.two.parameters():
+        p.requires_grad_(False)
+    h = m(b[0])
+    for p in m.two.parameters():
+        p.requires_grad = True
+    return against(h, b[1])
+
+
+def switched_by_attribute(m, b):
+    m.two.weight.requires_grad = False
+    return against(m(b[0]), b[1])
+
+
+def both_modes(m, b):
+    m.eval()
+    h = m(b[0])
+    m.train()
+    return against(m(b[0]), h + b[1])
+
+
+def penalised(m, b):
+    x = b[0].clone().requires_grad_()
+    (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    return g.pow(2).sum()
+
+
+def went_backward(m, b):
+    m(b[0]).sum().backward()
+    return m(b[0]).sum()
+
+
+def wrote_data(m, b):
+    h = m(b[0])
+    h.data.clamp_(0, 1)
+    return against(h, b[1])
+
+
+def scaled_parameter(m, b):
+    m.one.weight.data.mul_(0.5)
+    return against(m(b[0]), b[1])
+
+
+def assigned_data(m, b):
+    m.one.weight.data = m.one.weight * 2
+    return against(m(b[0]), b[1])
+
+
+def default_dtype(m, b):
+    torch.set_default_dtype(torch.float64)
+    z = torch.ones(4)
+    torch.set_default_dtype(torch.float32)
+    return (m(b[0]) * z).sum()
+
+
+def generated(m, b):
+    return (m(b[0]) * torch.randn(4, generator=torch.Generator().manual_seed(1))).sum()
+
+
+def compared(m, b):
+    return m(b[0]).sum() if torch.equal(b[0], b[0] * 2) else m(b[0]).mean()
+
+
+def branched(m, b):
+    return m(b[0]).sum() if b[0].sum() > 0 else m(b[0]).mean()
+
+
+def mapped(m, b):
+    return torch.func.vmap(lambda x: x * 2)(m(b[0])).sum()
+
+
+def made_sparse(m, b):
+    return torch.sparse.mm(b[0].to_sparse(), m.one.weight).sum()
+
+
+def read_gradient(m, b):
+    return m(b[0]).sum() * (2 if m.one.weight.grad is None else 3)
+
+
+def sparse_gather(m, b):
+    return torch.gather(m(b[0]), 1, torch.zeros(8, 1, dtype=torch.int64), sparse_grad=True).sum()
+
+
+REFUSED = {
+    switched: "requires_grad of two.weight",
+    switched_by_attribute: "requires_grad of two.weight",
+    both_modes: "norm runs in eval mode and then in train mode",
+    penalised: "computes gradients itself",
+    went_backward: "computes gradients itself",
+    wrote_data: "writes through a detach",
+    scaled_parameter: "writes through a detach|writes into its parameter",
+    assigned_data: r"assigns to the \.data",
+    default_dtype: "default dtype",
+    generated: "torch.Generator",
+    compared: r"values of a tensor.*test_capture.py, line",
+    branched: r"values of a tensor.*test_capture.py, line",
+    mapped: "torch.func",
+    made_sparse: "sparse tensor",
+    read_gradient: "reads the gradient of one.weight",
+    sparse_gather: "sparse gradients",
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
+def test_what_a_loss_does_besides_its_ops_is_refused_in_the_users_words(loss):
+    model, batch = Mixed(), (torch.randn(8, 6), torch.randn(8, 4))
+    model.norm.eval()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(CaptureError, match=REFUSED[loss]) as caught:
+        capture(model, batch, loss)
+    assert "issue" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [module.training for module in model.modules()] == modes
+    assert all(one.requires_grad for one in model.parameters())
+    assert torch.get_default_dtype() == torch.float32
+
+
+IN_PLACE = {
+    "round": lambda h: h.round_(),
+    "clamp": lambda h: h.clamp_(0, 1),
+    "a part": lambda h: h[1:3].mul_(2.0),
+    "copy": lambda h: h.copy_(torch.ones(8, 4)),
+    "zero": lambda h: h.zero_(),
+    "out": lambda h: torch.mul(h, 2.0, out=h),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_write_that_pytorch_gives_no_gradient_is_refused(name):
+    with pytest.raises(CaptureError, match=r"under torch.no_grad\(\)"):
+        capture(Rounds(IN_PLACE[name]), torch.randn(8, 6), power_loss)
+
+
+def test_sparse_gradients_and_nested_or_sparse_batches_are_refused():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="0 has sparse gradients"):
+        capture(model, torch.tensor([1, 2]), power_loss)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for bad, kind in ((torch.eye(8).to_sparse(), "sparse"), (nested, "nested")):
+        with pytest.raises(CaptureError, match=f"its batch has a {kind} tensor"):
+            capture(nn.Linear(8, 8), bad, lambda m, b: m(b).sum())
