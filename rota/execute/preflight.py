@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rota.cluster import Cluster
 from rota.cluster.device import LEAST_MARGIN_BYTES, too_little_to_run, too_little_to_spill
@@ -13,6 +14,11 @@ from rota.profile.likeness import code_key
 from rota.sweep import Sweep
 from rota.task import Task
 from rota.techniques import arrived
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from rota.graph.graph import Graph
 
 
 def resolve(sweep: Sweep, *, strategy: str | None) -> Sweep:
@@ -145,15 +151,35 @@ def _uncaptured(task: Task, width: int, memory_bytes: int) -> str:
 def _plan(task: Task, width: int, memory_bytes: int) -> None:
     """Make the plan of the first batch."""
     from rota.runtime import first_step
-    from rota.runtime.planned import check_optimizer
 
     training, graph = first_step.first_step(task)
+    with _refusing_unplanned(task):
+        _check_plan(task, graph, training.optimizer, width, memory_bytes)
+
+
+@contextlib.contextmanager
+def _refusing_unplanned(task: Task) -> Iterator[None]:
+    """What rota's own strategy raises about a graph of the user's is about this model, not about the sweep."""
+    try:
+        yield
+    except RotaError:
+        raise
+    except Exception as error:
+        if not type(task.strategy).__module__.startswith("rota."):
+            raise
+        told = next(iter(str(error).splitlines()), "")
+        raise CaptureError(f"rota cannot plan the ops of its model ({type(error).__name__}: {told})") from error
+
+
+def _check_plan(task: Task, graph: Graph, optimizer: Optimizer, width: int, memory_bytes: int) -> None:
+    from rota.runtime.planned import check_optimizer
+
     plan = task.strategy(graph, width)
     if not hasattr(plan, "compile"):
         raise InputError(f"its strategy returned {type(plan).__name__}; it must return a rota.Plan")
     if plan.devices != width:
         raise InputError(f"its plan is for {plan.devices} devices, and the task has {width}")
-    check_optimizer(training.optimizer, plan.compile(memory_bytes=memory_bytes), _words(task.strategy))
+    check_optimizer(optimizer, plan.compile(memory_bytes=memory_bytes), _words(task.strategy))
 
 
 def _words(strategy: Any) -> str:

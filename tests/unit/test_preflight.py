@@ -337,3 +337,32 @@ def test_a_plan_for_other_devices_than_the_task_has_is_refused(refused, register
         return plan
 
     assert "for 4 devices, and the task has 2" in refused(checked, task_of(strategy="more"))
+
+
+def with_generator(model, rows):
+    return loss(model, rows) * torch.rand((), generator=torch.Generator().manual_seed(1))
+
+
+def of_sparse(model, rows):
+    return torch.sparse.mm(rows.float().to_sparse(), torch.ones(9, 1)).sum() * loss(model, rows)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"), [(with_generator, "torch.Generator"), (of_sparse, "sparse tensor")], ids=["generator", "sparse"]
+)
+def test_what_no_graph_can_hold_moves_one_task_and_not_the_sweep(own, words):
+    found = ready(task_of(name="odd", loss=own), task_of(name="usual"), strategy="data")
+    assert [str(task.strategy) for task in found.sweep] == ["single", "data"]
+    (note,) = found.notes
+    assert words in note
+    assert "one device" in note
+
+
+def test_a_model_on_which_a_strategy_of_rota_fails_runs_on_one_device(monkeypatch):
+    def fails(strategy, graph, devices):
+        raise NotImplementedError("no such op")
+
+    monkeypatch.setattr(type(find("data")), "__call__", fails)
+    found = ready(task_of(), strategy="data")
+    assert str(found.sweep.tasks[0].strategy) == "single"
+    assert "cannot plan the ops of its model (NotImplementedError: no such op)" in found.notes[0]
