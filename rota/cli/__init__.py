@@ -21,6 +21,7 @@ from rota.cli.status import status
 from rota.cli.stop import stop
 from rota.errors import CheckpointError, InputError, RotaError, StoreError
 from rota.refusals import advice, refusal, sentence
+from rota.streams import cut_off, open_standard
 
 EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -40,12 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     Exit codes: 0 all finished, 1 some failed, 2 wrong input or a run folder that cannot be used, 130 interrupted.
     """
+    open_standard()
     try:
         # Without its standalone mode click returns the code that a command exits with.
         code = commands.main(args=arguments, prog_name="rota", standalone_mode=False) or 0
-        sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):
+            error.show()
         code = EXIT_INPUT
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
@@ -54,7 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
         tell(f"rota: {error}{'' if refused is None else f'; {advice(refused)}'}", err=True)
         code = EXIT_INPUT if isinstance(error, InputError | StoreError) or refused is not None else EXIT_FAILED
     except BrokenPipeError:  # `rota status | head`
-        sys.stderr.close()
         code = EXIT_FAILED
     except Exception as error:
         refused = refusal(error)
@@ -62,14 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         tell(f"rota: {sentence(refused)}, then run it again", err=True)
         code = EXIT_INPUT
-    _leave_output()
+    cut_off(sys.stdout)
+    cut_off(sys.stderr)
     sys.exit(code)
-
-
-def _leave_output() -> None:
-    """What cannot be printed is not tried again at the end of the process, which would print a traceback."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()

@@ -20,6 +20,7 @@ from rota.execute.asked import Asked
 from rota.execute.run import RETRIES
 from rota.report.format import printable
 from rota.schedule.problem import OBJECTIVES
+from rota.streams import Droppable
 
 _WIDEST, _NARROWEST = 160, 60
 
@@ -115,15 +116,18 @@ def terminal_width() -> int:
 @contextmanager
 def saying() -> Iterator[Callable[[str], None]]:
     """Says on a terminal what is being looked at, in a line that is gone afterwards."""
-    shown = sys.stderr.isatty()
+    stream = Droppable(sys.stderr)
+    shown = stream.isatty()
 
     def say(sentence: str) -> None:
         if shown:
-            click.echo(f"\r{printable(sentence)[:_NARROWEST]:{_NARROWEST}}", err=True, nl=False)
+            stream.write(f"\r{printable(sentence)[:_NARROWEST]:{_NARROWEST}}")
+            stream.flush()
 
     try:
         yield say
     finally:
         say("")
         if shown:
-            click.echo("\r", err=True, nl=False)
+            stream.write("\r")
+            stream.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from rota.cli.options import asked_options, json_option, print_json, storage_option
-from rota.cli.output import tell
+from rota.cli.output import tell_if_possible
 from rota.cli.sweep_file import load_source, split
 from rota.errors import InputError
 from rota.execute.asked import Asked
@@ -43,11 +43,11 @@ def run(file: str, out: Path | None, quiet: bool, asked: Asked, storage: str, as
 
 
 def finish(result: Result, *, as_json: bool) -> None:
-    """Print how a run ended, and exit with the code that says so."""
+    """Print how a run ended, and exit with the code that says so, also where nobody takes what is printed."""
     if as_json:
         print_json(run_summary(result))
     else:
-        tell(summary_words(result))
+        tell_if_possible(summary_words(result))
     codes = {RunState.FINISHED: 0, RunState.INTERRUPTED: 130}
     raise click.exceptions.Exit(codes.get(result.state, 1))
 

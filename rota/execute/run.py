@@ -39,6 +39,7 @@ from rota.state import inside
 from rota.store.journal import Journal, add, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.store.seal import is_sealed, seal_of
+from rota.streams import open_standard
 from rota.sweep import Sweep
 
 RETRIES = 2
@@ -182,8 +183,6 @@ def _advising(path: Path | None) -> Iterator[_Place]:
     place = _Place(path=path)
     try:
         yield place
-    except BrokenPipeError:
-        raise  # whoever read what is printed has gone, and knows
     except (DiskError, OSError) as error:
         told = str(error) if isinstance(error, DiskError) else sentence(error)
         raise DiskError(f"{told}, then {place.how_to_go_on()}") from error
@@ -191,6 +190,7 @@ def _advising(path: Path | None) -> Iterator[_Place]:
 
 def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
     """Run the sweep that `load` gives. Workers start first: they import torch while the sweep is read."""
+    open_standard()
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(_advising(options.out))
         held = options.out is not None and RunFolder(options.out).exists()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TextIO, cast
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -19,6 +21,7 @@ from rota.execute.states import TaskState
 from rota.report.display import Display, display_on
 from rota.report.format import duration, metric, printable, steps
 from rota.runtime.messages import Balanced, Beat, Began, Failed, Finished, Noticed
+from rota.streams import Droppable
 
 _LINES_EVERY_S = 10.0
 _DRAW_EVERY_S = 0.25
@@ -43,13 +46,18 @@ _ORDER = (
 )
 
 
+def _standard_error() -> Console:
+    """Where progress is shown; training does not end because nobody takes it."""
+    return Console(file=cast(TextIO, Droppable(sys.stderr)), emoji=False)
+
+
 @contextlib.contextmanager
 def progress_observer(console: Console | None = None, *, now_s: Callable[[], float] = time.time) -> Iterator[Observer]:
     """An observer for the controller that shows what happens on `console` (standard error by default).
 
     `now_s` is the clock of the run.
     """
-    console = console or Console(stderr=True, emoji=False)
+    console = console or _standard_error()
     display = display_on(console)
     if display is None:
         yield PlainProgress(console)
@@ -65,7 +73,7 @@ def progress_observer(console: Console | None = None, *, now_s: Callable[[], flo
 @contextlib.contextmanager
 def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """Shows what is being found out before a run: (what, how many are done, of how many)."""
-    console = console or Console(stderr=True, emoji=False)
+    console = console or _standard_error()
     if console.is_jupyter:
         line = display_on(console)
         assert line is not None
