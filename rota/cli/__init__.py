@@ -19,7 +19,7 @@ from rota.cli.run import run
 from rota.cli.simulate import simulate
 from rota.cli.status import status
 from rota.cli.stop import stop
-from rota.errors import CheckpointError, InputError, RotaError, StoreError
+from rota.errors import CheckpointError, InputError, RotaError, RunInUseError, StoreError
 from rota.refusals import advice, refusal, sentence
 from rota.streams import cut_off, open_standard
 
@@ -53,8 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
         code = EXIT_INTERRUPTED
     except RotaError as error:
         refused = refusal(error) if isinstance(error, CheckpointError) else None
-        tell(f"rota: {error}{'' if refused is None else f'; {advice(refused)}'}", err=True)
-        code = EXIT_INPUT if isinstance(error, InputError | StoreError) or refused is not None else EXIT_FAILED
+        told = str(error)
+        if refused is not None and advice(refused) not in told:
+            told = f"{told}; {advice(refused)}"
+        tell(f"rota: {told}", err=True)
+        code = (
+            EXIT_INPUT
+            if isinstance(error, InputError | StoreError | RunInUseError) or refused is not None
+            else EXIT_FAILED
+        )
     except BrokenPipeError:  # `rota status | head`
         code = EXIT_FAILED
     except Exception as error:

@@ -28,7 +28,7 @@ from rota.execute.policy import LongestFirst, Policy
 from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
-from rota.refusals import reason, sentence
+from rota.refusals import advice, reason, sentence
 from rota.report.format import printable
 from rota.report.html import write_report
 from rota.report.live import profile_progress, progress_observer
@@ -36,6 +36,7 @@ from rota.report.summary import going_on
 from rota.result import Result
 from rota.schedule.problem import OBJECTIVES, Objective
 from rota.state import inside
+from rota.state.files import make_private_folder
 from rota.store.journal import Journal, add, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.store.seal import is_sealed, seal_of
@@ -202,8 +203,8 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             _check_named(options.out, before, options)
         cluster, options, notes = _as_before(options, before)
         preflight.check_memory(cluster)
-        if cluster.manager == "local" and options.asked.shards and not Path(options.asked.shards).is_dir():
-            raise InputError(f"there is no folder {options.asked.shards} for --shards; make it, or mount its disk")
+        if cluster.manager == "local" and options.asked.shards:
+            _prepare_shards(Path(options.asked.shards), had=Asked.of(before.asked).shards)
         # Workers that are taken over want to be heard at once, and wait longer for somebody who comes.
         loaded = load() if session and cluster.manager != "local" else None
         backend = stack.enter_context(contextlib.closing(backend_of(cluster, code=options.code, session=session)))
@@ -229,6 +230,16 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         _collect(folder, record)
         _report(folder)
     return Result(folder, record, sweep=source.sweep)
+
+
+def _prepare_shards(path: Path, *, had: str | None) -> None:
+    """Make the folder for what leaves memory, for this user alone. One that the run `had` is on a disk that is gone."""
+    if str(path) == had and not path.is_dir():
+        raise InputError(f"there is no folder {path}, where the run has its shards; mount its disk, or give --shards")
+    try:
+        make_private_folder(path)
+    except OSError as error:
+        raise InputError(f"the folder {path} for --shards cannot be made ({reason(error)}); {advice(error)}") from error
 
 
 def _before(folder: RunFolder) -> RunRecord:

@@ -122,7 +122,8 @@ def _set_aside(path: Path, aside: Path) -> None:
         os.rename(path, aside)
     except OSError as error:
         raise CheckpointError(
-            f"the damaged checkpoint {path} cannot be set aside as {aside.name} ({_reason(error)}); move it away"
+            f"the checkpoint {path} is damaged and cannot be renamed to {aside.name} ({_reason(error)}); "
+            f"move the folder {path.name} out of {path.parent}"
         ) from error
 
 

@@ -6,6 +6,7 @@ task starts and the storage has a newer one than the local disk, that is fetched
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.errors import CheckpointError, InputError
+from rota.refusals import advice, reason, refusal
 from rota.state import checkpoint, files, inside
 
 _NAME = re.compile(r"checkpoint-(\d{8,})-(\d+)")
@@ -31,9 +33,14 @@ class Mirror:
         with self._speaking("written to") as (system, root):
             place = f"{root}/{path.name}-{self._attempt:04d}"
             _make_folder(system, place)
-            for name in checkpoint.FILES:  # what commits it comes last
-                files.about_to_commit()
-                _put(system, path / name, f"{place}/{name}")
+            try:
+                for name in checkpoint.FILES:  # what commits it comes last
+                    files.about_to_commit()
+                    _put(system, path / name, f"{place}/{name}")
+            except OSError:
+                with contextlib.suppress(Exception):  # the half of a checkpoint takes room that the next one needs
+                    system.rm(place, recursive=True)
+                raise
             for old in self._stored(system, root)[: -checkpoint.KEPT]:
                 system.rm(old[2], recursive=True)
 
@@ -94,8 +101,7 @@ class Mirror:
         except (CheckpointError, InputError):
             raise
         except Exception as error:  # each file system has its own
-            first = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(f"the storage {self.url} could not be {verb}: {first}") from error
+            raise CheckpointError(f"the storage {self.url} could not be {verb}: {_why(error)}") from error
 
 
 def open_storage(url: str) -> tuple[Any, str]:
@@ -115,13 +121,24 @@ def check(url: str) -> None:
     try:
         _make_folder(system, root)
         probe = f"{root}/.rota-{os.getpid()}"
-        system.pipe_file(probe, b"rota")
-        if system.cat_file(probe) != b"rota":
-            raise OSError("it does not give back what was written")
+        try:
+            system.pipe_file(probe, b"rota")
+            if system.cat_file(probe) != b"rota":
+                raise OSError("it does not give back what was written")
+        except Exception:
+            with contextlib.suppress(Exception):  # that it cannot be written is what counts
+                system.rm_file(probe)
+            raise
         system.rm_file(probe)
     except Exception as error:  # each file system has its own
-        first = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"the storage {url} cannot be written: {first}") from error
+        raise InputError(f"the storage {url} cannot be written: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """What a file system says, and what helps where the system of this machine refused it."""
+    if (refused := refusal(error)) is not None:
+        return f"{reason(refused)}; {advice(refused)}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _make_folder(system: Any, place: str) -> None:

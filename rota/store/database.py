@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import resource
 import sqlite3
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -136,6 +137,11 @@ def translated(path: Path) -> Iterator[None]:
             raise StoreError(f"the journal {path} cannot be used ({found}); {_DAMAGED}") from error
         if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             instead = "close the other program that has it open"
+        elif (limited := _at_the_limit(path)) is not None and code & 0xFF in (
+            sqlite3.SQLITE_FULL,
+            sqlite3.SQLITE_IOERR,
+        ):
+            found, instead = f"{found}: {reason(limited)}", advice(limited)
         elif code & 0xFF == sqlite3.SQLITE_FULL:
             instead = "make room on the disk"
         elif (refused := _refused(path)) is not None:
@@ -145,6 +151,22 @@ def translated(path: Path) -> Iterator[None]:
         else:
             instead = "see that the folder can be read and written by you"
         raise DiskError(f"the journal {path} cannot be used ({found}); {instead}") from error
+
+
+def _at_the_limit(path: Path) -> OSError | None:
+    """What the system says to a file that is to become longer than a process may write (`ulimit -f`)."""
+    limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit_bytes == resource.RLIM_INFINITY:
+        return None
+    for one in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm"))):
+        with contextlib.suppress(OSError):
+            if one.stat().st_size + _GROWS_BYTES > limit_bytes:
+                return OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(one))
+    return None
+
+
+_GROWS_BYTES = 2**18
+"""More than a commit adds to a file."""
 
 
 def _refused(path: Path) -> OSError | None:

@@ -127,7 +127,7 @@ class RunFolder:
                     owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
                     raise RunInUseError(
                         f"the run in {self.path} is being run by process {owner or 'unknown'}; "
-                        "wait for it, or end it with `rota stop`"
+                        f"wait for it, or end it with `rota stop {shlex.quote(str(self.path))}`"
                     )
                 time.sleep(0.05)
             os.ftruncate(handle, 0)

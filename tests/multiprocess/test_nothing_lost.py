@@ -4,6 +4,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -137,7 +139,7 @@ def test_rota_stop_ends_one_task_or_the_run_and_resume_goes_on(cli, sweep_file, 
     process = cli.start("run", file, "--out", run, env=VERY_SLOWLY)
     assert wait_for_progress(run, process, 6)
     second = cli.run("run", file, "--out", run)
-    assert second.returncode == 1
+    assert second.returncode == 2
     assert f"being run by process {process.pid}" in second.stderr
     running = [task.name for task in rota.open_run(run).record.tasks.values() if task.state == "running"]
     assert cli.run("stop", run, running[0]).returncode == 0
@@ -160,7 +162,7 @@ def test_of_two_that_begin_the_same_run_at_once_one_is_refused(cli, sweep_file, 
     file = sweep_file(steps=30)
     both = [cli.start("run", file, "--out", "run") for _ in range(2)]
     errors = [process.communicate(timeout=60)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 1], errors
+    assert sorted(process.returncode for process in both) == [0, 2], errors
     assert sum("being run by process" in error for error in errors) == 1
     assert_same(tmp_path / "run", trained_plainly(file))
 
@@ -257,3 +259,12 @@ def test_storage_that_cannot_be_written_is_told_before_anything_starts(command, 
     assert code == 2
     assert "nowhere" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_a_run_whose_output_nobody_takes_trains_all(streams, sweep_file, tmp_path):
+    file = sweep_file(steps=6)
+    script = f'"$0" -m rota run "$1" --out "$2" --no-profile {streams}'
+    command = ["sh", "-c", script, sys.executable, str(file), str(tmp_path / "run")]
+    assert subprocess.run(command, timeout=100).returncode == 0
+    assert rota.open_run(tmp_path / "run").state == "finished"

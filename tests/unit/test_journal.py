@@ -730,3 +730,22 @@ def test_what_a_killed_writer_began_is_undone_by_a_reader(path):
     subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60)
     assert path.with_name("journal.db-journal").exists()
     assert list(read_events(path)) == [(1.0, BEGAN)]
+
+
+def test_a_limit_of_the_size_of_files_is_named(path, refused):
+    """In another process, since what is limited once stays so."""
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from rota.errors import DiskError; from rota.execute.events import RunNoted\n"
+        "from rota.store import journal as module; module._FULL_DISK_PATIENCE_S = 0.0\n"
+        "journal = module.Journal(Path(sys.argv[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))\n"
+        "try:\n"
+        "    for number in range(100):\n"
+        "        journal.append(RunNoted(text='a' * 2**14), time_s=float(number)); journal.commit()\n"
+        "except DiskError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert "File too large" in done.stdout, done.stderr
+    assert done.stdout.strip().endswith("raise the limit of the size of files (ulimit -f)")

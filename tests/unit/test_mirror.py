@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import uuid
@@ -207,3 +208,32 @@ def test_two_processes_of_a_task_may_fetch_at_once(tmp_path: Path, url: str, mon
     monkeypatch.setattr(checkpoint, "adopt", late)
     mirror.fetch(tmp_path / "there")
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["checkpoint-00000001"]
+
+
+def test_storage_on_a_full_disk_is_refused_with_advice_and_nothing_stays(tmp_path, monkeypatch, refused):
+    from fsspec.implementations.local import LocalFileSystem
+
+    def pipe_file(self, path, value, **options):
+        Path(path).touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", pipe_file)
+    told = refused(check, str(tmp_path / "st"), error=InputError)
+    assert told == f"the storage {tmp_path}/st cannot be written: No space left on device; make room on the disk"
+    assert list((tmp_path / "st").iterdir()) == []
+
+
+def test_the_half_of_a_checkpoint_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, refused):
+    from fsspec.implementations.local import LocalFileSystem
+
+    original = LocalFileSystem.put_file
+
+    def put_file(self, path, place, **options):
+        if place.endswith(checkpoint.FILES[-1]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(self, path, place, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
+    told = refused(Mirror(str(tmp_path / "st")).send, written(tmp_path / "here", 1), error=CheckpointError)
+    assert told.endswith("No space left on device; make room on the disk")
+    assert list((tmp_path / "st").iterdir()) == []

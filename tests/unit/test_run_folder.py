@@ -112,7 +112,7 @@ def test_a_run_is_held_by_one_and_free_again_afterwards(tmp_path, impatient, ref
         sentence = refused(RunFolder(tmp_path).held().__enter__, error=RunInUseError)
         assert str(tmp_path) in sentence
         assert f"process {os.getpid()}" in sentence
-        assert "rota stop" in sentence
+        assert f"`rota stop {tmp_path}`" in sentence
         assert folder.is_held()
     assert not folder.is_held()
     with folder.held():

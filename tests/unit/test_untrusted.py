@@ -184,8 +184,25 @@ def test_shards_go_where_the_user_says_and_those_of_before_are_still_found(tmp_p
     )
 
 
-def test_a_folder_for_shards_that_is_not_there_is_refused(tmp_path, resume, refused):
-    assert "no folder" in refused(resume, begun(tmp_path / "run"), asked=Asked(shards=str(tmp_path / "nothing")))
+def test_a_folder_for_shards_is_made_for_its_user_alone(tmp_path, resume):
+    place = tmp_path / "made" / "shards"
+    resume(begun(tmp_path / "run"), asked=Asked(shards=str(place)))
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_for_shards_that_a_run_had_and_that_is_gone_is_refused(tmp_path, resume, refused):
+    place, folder = tmp_path / "disk", begun(tmp_path / "run")
+    resume(folder, asked=Asked(shards=str(place)))
+    place.rmdir()
+    for asked in (Asked(), Asked(shards=str(place))):
+        assert "mount its disk" in refused(resume, folder, asked=asked)
+    assert not place.exists()
+
+
+def test_a_file_in_place_of_the_folder_for_shards_is_refused(tmp_path, resume, refused):
+    (tmp_path / "file").touch()
+    assert "the folder" in refused(resume, begun(tmp_path / "run"), asked=Asked(shards=str(tmp_path / "file" / "a")))
+    assert "the folder" in refused(resume, begun(tmp_path / "run2"), asked=Asked(shards=str(tmp_path / "file")))
 
 
 def test_a_seal_is_of_its_places_and_its_user(tmp_path, monkeypatch):
