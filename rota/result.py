@@ -13,7 +13,7 @@ from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.report.ranking import rank
 from rota.report.table import Table, ranking_table
-from rota.store.journal import read_metrics, read_summary
+from rota.store.journal import read_metrics
 from rota.store.run_folder import RunFolder, find_run
 from rota.sweep import Sweep
 
@@ -63,8 +63,6 @@ class Result:
     @property
     def state(self) -> RunState:
         """finished, incomplete, interrupted or running."""
-        if self._record.state is RunState.RUNNING and not self._folder.is_held():
-            return RunState.INTERRUPTED  # its controller was killed, and could not write that down
         return self._record.state
 
     @property
@@ -147,4 +145,4 @@ class Result:
 def open_run(run: str | Path | None = None) -> Result:
     """The result of a run: its folder, its name below ``runs/``, or by default the latest."""
     folder = find_run(run)
-    return Result(folder, RunRecord.replay(read_summary(folder.journal)))
+    return Result(folder, RunRecord.as_it_stands(folder))

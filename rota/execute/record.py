@@ -16,6 +16,8 @@ from rota.execute.asked import Asked
 from rota.execute.events import Event, Launched, Lost, Requeued, RunBegan, RunEnded, RunNoted, RunResumed, Stopped
 from rota.execute.states import RUN_TRANSITIONS, TASK_TRANSITIONS, RunState, TaskState
 from rota.runtime.messages import Balanced, Began, Failed, Finished, Halted, Measured, Noticed, Saved
+from rota.store.journal import read_summary
+from rota.store.run_folder import RunFolder
 
 
 @dataclass(kw_only=True)
@@ -141,6 +143,23 @@ class RunRecord:
         for time_s, event in events:
             record.apply(event, time_s)
         return record
+
+    @classmethod
+    def as_it_stands(cls, folder: RunFolder) -> RunRecord:
+        """For whoever looks at a run. Of one whose controller was killed, nothing runs, whatever the journal says."""
+        record = cls.replay(read_summary(folder.journal))
+        if record.state is RunState.RUNNING and not folder.is_held():
+            record = cls.replay(read_summary(folder.journal))  # it may have ended between the two
+            if record.state is RunState.RUNNING:
+                record._leave_behind()
+        return record
+
+    def _leave_behind(self) -> None:
+        self._move_run(RunState.INTERRUPTED)
+        for task in self.tasks.values():
+            if task.state is TaskState.RUNNING:
+                _close(task, time_s=self.last_s, end="interrupted")
+                task.state, task.devices = TaskState.INTERRUPTED, ()
 
     @property
     def elapsed_s(self) -> float:

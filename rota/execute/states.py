@@ -14,11 +14,13 @@ class TaskState(enum.StrEnum):
     FAILED = "failed"
     DIVERGED = "diverged"
     STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    """It ran when the controller was killed, which could not write that down: only readers see this, in no journal."""
 
     @property
     def ended(self) -> bool:
         """Whether nothing more happens to it in this run, unless the user asks."""
-        return self not in (TaskState.PENDING, TaskState.RUNNING)
+        return self not in (TaskState.PENDING, TaskState.RUNNING, TaskState.INTERRUPTED)
 
 
 class RunState(enum.StrEnum):
@@ -35,12 +37,13 @@ class RunState(enum.StrEnum):
 
 TASK_TRANSITIONS: dict[TaskState, frozenset[TaskState]] = {
     TaskState.PENDING: frozenset({TaskState.RUNNING, TaskState.STOPPED}),
-    TaskState.RUNNING: frozenset(TaskState) - {TaskState.RUNNING},
+    TaskState.RUNNING: frozenset(TaskState) - {TaskState.RUNNING, TaskState.INTERRUPTED},
     TaskState.FINISHED: frozenset(),
     # A resume may ask for another try of these; a diverged task would only diverge again.
     TaskState.FAILED: frozenset({TaskState.PENDING}),
     TaskState.STOPPED: frozenset({TaskState.PENDING}),
     TaskState.DIVERGED: frozenset(),
+    TaskState.INTERRUPTED: frozenset(),
 }
 
 RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {

@@ -17,7 +17,7 @@ from rota.report.format import duration, shorten
 from rota.report.format import metric as format_metric
 from rota.report.ranking import TRAIN_LOSS, VALID_LOSS, is_ranked, rank, ranking_metric
 from rota.state.files import replacing
-from rota.store.journal import read_metrics, read_summary
+from rota.store.journal import read_metrics
 from rota.store.run_folder import MODEL_FILE, OUTPUT_FILE, RunFolder
 
 History = list[dict[str, float]]
@@ -57,7 +57,7 @@ _BADGE_MEANINGS: dict[svg.End, str] = {
 
 def write_report(folder: RunFolder) -> Path:
     """Make the report of a run from its journal, in the run's folder."""
-    record = RunRecord.replay(read_summary(folder.journal))
+    record = RunRecord.as_it_stands(folder)
     # One at a time: the histories of all tasks together may be larger than memory.
     page = _page(record, {name: _curves(read_metrics(folder.journal, name)) for name in record.tasks})
     with replacing(folder.report) as side:

@@ -33,6 +33,7 @@ _STYLES = {
     TaskState.FAILED: "red",
     TaskState.DIVERGED: "red",
     TaskState.STOPPED: "yellow",
+    TaskState.INTERRUPTED: "yellow",
     TaskState.PENDING: "dim",
 }
 # What is happening first, then what went wrong, then what is done, then what is still to come.
@@ -41,6 +42,7 @@ _ORDER = (
     TaskState.FAILED,
     TaskState.DIVERGED,
     TaskState.STOPPED,
+    TaskState.INTERRUPTED,
     TaskState.FINISHED,
     TaskState.PENDING,
 )

@@ -13,6 +13,7 @@ TRAIN_LOSS = "train/loss"
 _STATES = (
     TaskState.FINISHED,
     TaskState.RUNNING,
+    TaskState.INTERRUPTED,
     TaskState.PENDING,
     TaskState.STOPPED,
     TaskState.DIVERGED,
