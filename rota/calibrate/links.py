@@ -7,7 +7,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from rota.calibrate.known import LINK_FIELDS, Links
 from rota.plan.costs import LinkCost
 from rota.plan.layout import Kind
 from rota.runtime import comm
+from rota.scratch import scratch
 from rota.threads import ending_with_parent
 
 _PAYLOAD_BYTES = (2**12, 2**16, 2**19, 2**21, 2**23)
@@ -31,7 +31,7 @@ _COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_
 
 def measure_links(devices: int, *, kind: str = "cpu", threads: int = 1, timeout_s: float = 60.0) -> Links:
     """Between so many devices of this machine, with processes of its own; RuntimeError if they do not answer."""
-    with tempfile.TemporaryDirectory(prefix="rota-links-") as folder:
+    with scratch("links") as folder:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([_root(), os.environ.get("PYTHONPATH", "")])}
         code = "from rota.calibrate.links import link_process; link_process()"
         processes = [

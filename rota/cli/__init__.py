@@ -21,6 +21,7 @@ from rota.cli.status import status
 from rota.cli.stop import stop
 from rota.errors import CheckpointError, InputError, RotaError, RunInUseError, StoreError
 from rota.refusals import advice, refusal, sentence
+from rota.report.format import one_line
 from rota.streams import cut_off, open_standard
 
 EXIT_FAILED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         told = str(error)
         if refused is not None and advice(refused) not in told:
             told = f"{told}; {advice(refused)}"
-        tell(f"rota: {told}", err=True)
+        tell(one_line(f"rota: {told}"), err=True)
         code = (
             EXIT_INPUT
             if isinstance(error, InputError | StoreError | RunInUseError) or refused is not None
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         refused = refusal(error)
         if refused is None:
             raise
-        tell(f"rota: {sentence(refused)}, then run it again", err=True)
+        tell(one_line(f"rota: {sentence(refused)}, then run it again"), err=True)
         code = EXIT_INPUT
     cut_off(sys.stdout)
     cut_off(sys.stderr)

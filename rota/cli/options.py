@@ -18,7 +18,7 @@ import click
 from rota.cli.output import tell
 from rota.execute.asked import Asked
 from rota.execute.run import RETRIES
-from rota.report.format import printable
+from rota.report.format import one_line
 from rota.schedule.problem import OBJECTIVES
 from rota.streams import Droppable
 
@@ -121,7 +121,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 
     def say(sentence: str) -> None:
         if shown:
-            stream.write(f"\r{printable(sentence)[:_NARROWEST]:{_NARROWEST}}")
+            stream.write(f"\r{one_line(sentence)[:_NARROWEST]:{_NARROWEST}}")
             stream.flush()
 
     try:

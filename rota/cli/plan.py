@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,9 @@ from rota.execute.backends.local import LocalBackend
 from rota.report.format import duration
 from rota.report.live import profile_progress
 from rota.schedule.problem import Objective
+from rota.scratch import scratch
 from rota.state.files import replacing, write_text
+from rota.store.cache import cache_trouble
 
 if TYPE_CHECKING:
     from rota.execute.forecast import Forecast
@@ -66,7 +67,7 @@ def plan(
     ready = preflight.ready(sweep, cluster)
     sweep = ready.sweep
     with (
-        tempfile.TemporaryDirectory(prefix="rota-plan-") as folder,
+        scratch("plan") as folder,
         closing(LocalBackend(cluster)) as backend,
         nullcontext(lambda *told: None) if quiet else profile_progress() as progress,
     ):
@@ -74,7 +75,7 @@ def plan(
             sweep,
             cluster=cluster,
             backend=backend,
-            folder=Path(folder),
+            folder=folder,
             widths=ready.widths,
             objective=objective,
             deadlines={task.name: task.deadline_s for task in sweep if task.deadline_s is not None},
@@ -100,7 +101,7 @@ def _tell(
         problem=found.problem,
         estimates=profile.estimates,
         solved=found.solved,
-        notes=(*(("note", text) for text in ready.notes), *_notes(found)),
+        notes=(*(("note", text) for text in (*ready.notes, *cache_trouble())), *_notes(found)),
     )
     known = [task for task in ready.sweep if task.name in profile.estimates]
     listed = [

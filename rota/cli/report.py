@@ -6,6 +6,7 @@ import click
 
 from rota.cli.options import json_option, print_json, run_argument
 from rota.cli.output import tell
+from rota.report.format import one_line
 from rota.report.html import write_report
 from rota.store.run_folder import find_run
 
@@ -19,4 +20,4 @@ def report(run: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"report": str(path)})
     else:
-        tell(str(path))
+        tell(one_line(str(path)))

@@ -6,6 +6,7 @@ import click
 
 from rota.cli.options import json_option, print_json, run_argument
 from rota.cli.output import tell
+from rota.report.format import one_line
 from rota.report.summary import run_summary, status_words
 from rota.result import Result, open_run
 
@@ -36,4 +37,4 @@ def _show_task(result: Result, name: str, *, as_json: bool) -> None:
         if key == "traceback":
             tell(f"traceback:\n{value}" if value else "", nl=bool(value))
         else:
-            tell(f"{key}: {value}")
+            tell(one_line(f"{key}: {value}"))

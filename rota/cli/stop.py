@@ -10,6 +10,7 @@ import click
 from rota.cli.options import json_option, print_json, run_argument
 from rota.cli.output import tell
 from rota.errors import InputError, RotaError
+from rota.report.format import one_line
 from rota.report.summary import going_on
 from rota.result import open_run
 from rota.store.journal import ask
@@ -38,7 +39,7 @@ def stop(run: str | None, task: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"run": str(folder.path), "stopped": task or "all"})
     else:
-        tell(f"stopped {task or 'the run'}; go on with: {going_on(folder.path, result.record.source)}")
+        tell(one_line(f"stopped {task or 'the run'}; go on with: {going_on(folder.path, result.record.source)}"))
 
 
 def _only_one() -> RunFolder:

@@ -29,7 +29,7 @@ from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
 from rota.refusals import advice, reason, sentence
-from rota.report.format import printable
+from rota.report.format import one_line
 from rota.report.html import write_report
 from rota.report.live import profile_progress, progress_observer
 from rota.report.summary import going_on
@@ -37,6 +37,7 @@ from rota.result import Result
 from rota.schedule.problem import OBJECTIVES, Objective
 from rota.state import inside
 from rota.state.files import make_private_folder
+from rota.store.cache import cache_trouble
 from rota.store.journal import Journal, add, read_summary
 from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.store.seal import is_sealed, seal_of
@@ -326,7 +327,7 @@ def _report(folder: RunFolder) -> None:
         write_report(folder)
     except OSError as error:
         text = f"the report could not be written ({reason(error)}); run `rota report {folder.path}` later"
-        warnings.warn(printable(text), stacklevel=2)
+        warnings.warn(one_line(text), stacklevel=2)
 
 
 def _begin_or_resume(
@@ -449,7 +450,7 @@ def _collect(folder: RunFolder, record: RunRecord) -> None:
                 Mirror(f"{record.storage}/{task.name}").fetch_file(folder.model(task.name))
             except CheckpointError as error:
                 text = f"the model of {task.name} stays where it is: {error}"
-                warnings.warn(printable(text), stacklevel=2)
+                warnings.warn(one_line(text), stacklevel=2)
 
 
 def _still_running(record: RunRecord, found: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
@@ -583,6 +584,8 @@ def _scheduled(
     profile = Path(record.shards[0] if record.shards else folder.path) / PROFILE_FOLDER
     begin_s = backend.now_s()
     deadlines = {task.name: record.begin_s + task.deadline_s for task in pending if task.deadline_s is not None}
+    for text in cache_trouble():
+        controller.note(text)
     with profile_progress() if options.progress else contextlib.nullcontext(lambda *told: None) as progress:
         found = forecast(
             replace(sweep, tasks=tuple(pending)),

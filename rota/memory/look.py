@@ -33,6 +33,8 @@ from rota.runtime.limits import anonymous_bytes
 from rota.runtime.loading import code_is_free
 from rota.runtime.training import Training
 from rota.runtime.user_code import calling
+from rota.scratch import same_disk, scratch
+from rota.store.cache import cache_folder
 from rota.strategies.spill import Spill
 from rota.task import Task
 
@@ -101,9 +103,11 @@ def _captured(
     """The task with its first batch and graph, in no more memory than it would get."""
     if memory_bytes <= margin_bytes(memory_bytes):
         raise InputError(too_little_to_spill(memory_bytes))
-    with code_is_free(), tempfile.TemporaryDirectory(prefix=".rota-", dir=Path.cwd()) as folder:
-        building = Building(Path(folder) / "building", budget_bytes=memory_bytes // 2)
-        room = Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=Path(folder), building=building)
+    # The speed of the disk counts on which a run here would have its shards.
+    place = same_disk(Path.cwd(), (cache_folder(), Path(tempfile.gettempdir())))
+    with code_is_free(), scratch("explain", place=place) as folder:
+        building = Building(folder / "building", budget_bytes=memory_bytes // 2)
+        room = Room(memory_bytes=memory_bytes, before_bytes=anonymous_bytes(), folder=folder, building=building)
         try:
             notice(f"making the model of {task.name}")
             training = Training(task, device=torch.device("cpu"), room=room)

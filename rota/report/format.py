@@ -17,6 +17,11 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda one: ascii(one[0])[1:-1], text)
 
 
+def one_line(text: str) -> str:
+    """Text for one line of a terminal: a name or a path with a line break in it does not begin another one."""
+    return printable(text).replace("\n", "\\n")
+
+
 def duration(seconds: float) -> str:
     """A length of time for people: 4.2 s, 3 min 20 s, 1 h 05 min, 2 d 3 h."""
     if seconds < 59.95:

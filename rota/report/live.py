@@ -19,7 +19,7 @@ from rota.execute.events import Event, Launched, Lost, Requeued, RunNoted, Stopp
 from rota.execute.record import Balance, RunRecord, TaskRecord
 from rota.execute.states import TaskState
 from rota.report.display import Display, display_on
-from rota.report.format import duration, metric, printable, steps
+from rota.report.format import duration, metric, one_line, steps
 from rota.runtime.messages import Balanced, Beat, Began, Failed, Finished, Noticed
 from rota.streams import Droppable
 
@@ -79,13 +79,13 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
     if console.is_jupyter:
         line = display_on(console)
         assert line is not None
-        yield lambda what, done, total: line.show(Text(printable(f"before the run: {what} ({done} of {total})")))
+        yield lambda what, done, total: line.show(Text(one_line(f"before the run: {what} ({done} of {total})")))
         return
     if not console.is_terminal:
 
         def say(what: str, done: int, total: int) -> None:
             if done < total:
-                console.print(printable(f"before the run: {what}"), highlight=False, markup=False)
+                console.print(one_line(f"before the run: {what}"), highlight=False, markup=False)
 
         yield say
         return
@@ -94,7 +94,7 @@ def profile_progress(console: Console | None = None) -> Iterator[Callable[[str, 
         bar = shown.add_task("looking at the tasks", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            shown.update(bar, description=escape(printable(what)), completed=done, total=max(total, 1))
+            shown.update(bar, description=escape(one_line(what)), completed=done, total=max(total, 1))
 
         yield show
 
@@ -116,7 +116,7 @@ class LiveProgress:
         if isinstance(event, Beat):
             self._phases.take(event)
         elif event is not None and (line := _remark(record, event)):
-            self._console.print(printable(line), highlight=False, markup=False)
+            self._console.print(one_line(line), highlight=False, markup=False)
         if time.monotonic() - self._drawn_s > _DRAW_EVERY_S:
             self.draw()
 
@@ -154,7 +154,7 @@ class PlainProgress:
     def _say(self, record: RunRecord, line: str) -> None:
         done = sum(task.state.ended for task in record.tasks.values())
         self._console.print(
-            printable(f"[{done}/{len(record.tasks)}] {line}"), highlight=False, markup=False, soft_wrap=True
+            one_line(f"[{done}/{len(record.tasks)}] {line}"), highlight=False, markup=False, soft_wrap=True
         )
 
 
@@ -214,7 +214,7 @@ def _row(task: TaskRecord, doing: str) -> list[Text]:
         " ".join([speed, *pace(task)]) if running else "",
         duration(left_s) if running and left_s is not None else "",
     ]
-    return [Text(printable(cell), style=_STYLES[task.state]) for cell in cells]
+    return [Text(one_line(cell), style=_STYLES[task.state]) for cell in cells]
 
 
 def _foot(record: RunRecord, now_s: float) -> Text:

@@ -9,7 +9,7 @@ from typing import Any
 from rota.errors import InputError
 from rota.execute.asked import Asked
 from rota.execute.states import RunState
-from rota.report.format import duration
+from rota.report.format import duration, one_line
 from rota.report.format import metric as format_metric
 from rota.report.ranking import ranking_metric
 from rota.result import Result
@@ -55,7 +55,7 @@ def status_words(result: Result) -> str:
     record = result.record
     counts = ", ".join(f"{count} {state}" for state, count in record.counts().items())
     lasted = duration(record.elapsed_s)
-    return f"{result.path}: {result.state.value}; {counts}; {lasted}"
+    return one_line(f"{result.path}: {result.state.value}; {counts}; {lasted}")
 
 
 def going_on(path: Path, source: str) -> str:
@@ -67,7 +67,7 @@ def going_on(path: Path, source: str) -> str:
 
 def summary_words(result: Result) -> str:
     """What a person wants to read when a run has ended."""
-    lines = [str(result.table()), ""]
+    lines = []
     for task in result.tasks:
         if task.reason:
             lines.append(f"{task.name} {task.state.value}: {task.reason}")
@@ -82,4 +82,4 @@ def summary_words(result: Result) -> str:
         lines.append(f"interrupted; go on with: {going_on(result.path, result.record.source)}")
         if words := Asked.of(result.record.asked).words():
             lines.append(f"            (it then has {words}, as now)")
-    return "\n".join(lines)
+    return "\n".join([str(result.table()), "", *map(one_line, lines)])

@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rota.execute.record import RunRecord
-from rota.report.format import duration, printable, setting, steps
+from rota.report.format import duration, one_line, setting, steps
 from rota.report.format import metric as format_metric
 from rota.report.ranking import TRAIN_LOSS, is_ranked, rank, ranking_metric
 
@@ -37,14 +37,14 @@ class Table:
         table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
         for place, column in enumerate(self.columns):
             numbers = all(_looks_numeric(row[place]) for row in self.rows)
-            table.add_column(Text(printable(column)), justify="right" if numbers else "left", overflow="fold")
+            table.add_column(Text(one_line(column)), justify="right" if numbers else "left", overflow="fold")
         for row in self.rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            table.add_row(*(Text(one_line(cell)) for cell in row))
         return table
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(printable(cell))}</{tag}>" for cell in cells) + "</tr>"
+            return "<tr>" + "".join(f"<{tag}>{html.escape(one_line(cell))}</{tag}>" for cell in cells) + "</tr>"
 
         body = "".join(line(row, "td") for row in self.rows)
         return f"<table><thead>{line(self.columns, 'th')}</thead><tbody>{body}</tbody></table>"

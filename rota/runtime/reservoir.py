@@ -20,11 +20,11 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from rota.scratch import scratch
 from rota.store.cache import cache_folder
 
 _log = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ def _compile(library: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise UnavailableError("there is no C compiler; install one (gcc or clang)")
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+    with scratch("reservoir", place=library.parent) as folder:
+        made = folder / library.name
         options = [*_OPTIONS, "-o", str(made), str(_SOURCE), "-ldl", "-lpthread"]
         try:
             done = subprocess.run([compiler, *options], capture_output=True, errors="replace", timeout=_COMPILE_S)

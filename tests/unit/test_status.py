@@ -74,3 +74,18 @@ def test_a_run_that_ends_while_it_is_looked_at_has_ended(folder, monkeypatch):
 
     monkeypatch.setattr(RunFolder, "is_held", is_held)
     assert rota.open_run(folder.path).state == "finished"
+
+
+def test_a_line_break_in_a_path_begins_no_other_line(tmp_path, folder, command):
+    path = tmp_path / "a\nrota: all is well"
+    folder.path.rename(path)
+    assert command("status", path)[1].splitlines()[0].startswith(f"{tmp_path}/a\\nrota: all is well: interrupted;")
+    assert command("report", path)[1].count("\n") == 1
+    assert "\nrota:" not in command("status", path, "--task", "a")[1]
+    _, _, said = command("status", tmp_path / "b\nrota: all is well")
+    assert said.count("\n") == 1
+    blocked = tmp_path / "c\nrota: all is well"
+    blocked.touch()
+    (tmp_path / "s.py").touch()
+    _, _, said = command("run", tmp_path / "s.py", "--out", blocked)
+    assert said.count("\n") == 1
