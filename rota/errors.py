@@ -13,6 +13,7 @@
     │   └── DiskError            the system refused it: no room, no right, no more open files, ...
     ├── CheckpointError          a checkpoint cannot be written, or does not fit the task
     │   ├── CorruptCheckpointError   its files are truncated or altered
+    │   ├── UnfitCheckpointError     it is whole, and is not of what the factories make
     │   └── FullDiskError            there is no room for it
     ├── CaptureError             a model cannot be turned into a graph
     ├── PlanError                a plan cannot be made, compiled or run
@@ -86,6 +87,10 @@ class CheckpointError(RotaError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint's files are not what was committed."""
+
+
+class UnfitCheckpointError(CheckpointError):
+    """A checkpoint is whole and does not fit the model, the optimizer or the data of its task."""
 
 
 class FullDiskError(CheckpointError):

@@ -19,7 +19,7 @@ from rota.errors import CheckpointError, CorruptCheckpointError
 from rota.memory.slab import Budget, Shape, Slab, shelf_bytes
 from rota.memory.store import Store
 from rota.memory.tiers import Held, Tiers
-from rota.state.checkpoint import UNREADABLE
+from rota.state.checkpoint import UNREADABLE, Use
 from rota.state.tree import flatten, unflatten
 from rota.state.writer import Written
 
@@ -84,18 +84,28 @@ class StoreWriter:
         return _Whole(self._tiers.store, writable=False).of(tree)
 
 
-def read_latest(folder: Path, *, than: int | None = None, notice: Callable[[str], None] | None) -> Any:
+def read_latest(
+    folder: Path,
+    *,
+    than: int | None = None,
+    notice: Callable[[str], None] | None,
+    use: Use = lambda tree: None,
+) -> Any:
     """The state of the last commit that is whole, or None if there is none of a later step `than` another checkpoint's.
 
     A damaged one is set aside, and said through `notice`. Without `notice` nothing is changed and a damaged one is an
     error: that is for the processes of a task that do not lead, after the one that leads has looked. Tensors are read
-    when they are touched, and need no memory.
+    when they are touched, and need no memory. One that `use` refuses counts as damaged, and one that does not fit
+    stays where it is.
     """
     store = Store(folder)
     try:
         while True:
             try:
-                return _read(store, than)
+                tree = _read(store, than)
+                if tree is not None:
+                    use(tree)
+                return tree
             except CorruptCheckpointError as error:
                 if notice is None:
                     raise

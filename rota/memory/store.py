@@ -204,6 +204,11 @@ class Store:
             self._settle()
             versions = {item: [one.slot, one.size_bytes, one.checksum] for item, one in wanted.items()}
             text = json.dumps({"items": versions, "about": dict(about)})
+            if len(text) > inside.MOST_TEXT_BYTES // 2:
+                raise CheckpointError(
+                    f"the numbers and texts of the state take {len(text)} bytes, which is too much for a commit; keep "
+                    "what is large as tensors"
+                )
             self._put(f"{json.dumps(_header(text))}\n{text}", wanted)
             self._settle()
 
@@ -275,7 +280,7 @@ class Store:
             return found, dict(plain["about"])
         except OSError as error:
             raise _unread(path, error) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
             raise CorruptCheckpointError(f"{name} was altered since it was written") from error
 
     def fall_back(self) -> tuple[str, bool]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rota.cluster.device import format_bytes
-from rota.errors import CheckpointError, PeerError, RotaError, TaskError, WayError
+from rota.errors import CheckpointError, PeerError, RotaError, TaskError, UnfitCheckpointError, WayError
 from rota.refusals import advice, refusal
-from rota.runtime import limits
+from rota.runtime import limits, saved
 from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts, setup_limit_s
 from rota.runtime.gang import Gang
 from rota.runtime.messages import Balanced, Began, Finished, Halted, Noticed, Report, Saved
@@ -149,9 +149,8 @@ class Loop:
         self._watch_saving("restoring the checkpoint", retry=False)
         if self._room is not None:
             self._while_running.enter_context(limits.lifted())
-        found = self._restore()
+        found = self._restore(training)
         if found is not None:
-            training.load_state_dict(found["training"], notice=self._notice)
             self._metrics.load_state_dict(found["metrics"])
         self._check_alike(training.step)
         self.step = self._saved_at_step = self._committed_step = training.step
@@ -169,16 +168,19 @@ class Loop:
         self._metrics.restart_clock()
         return training
 
-    def _restore(self) -> Any:
-        """The state of the last checkpoint. The leader clears up and sets aside; the others look when it is done."""
+    def _restore(self, training: Training) -> Any:
+        """Go on from the last checkpoint, and return its state.
+
+        The leader clears up and sets aside; the others look when it is done.
+        """
         if self._leads:
             inside.remove_each(self._folder, inside.MODEL_SIDE)
             inside.remove_each(self._folder, inside.DISK_LOOK, inside.SHARDS)
         if self._mirror is not None:
             self._fetch(self._mirror)
-        found = self._latest(self._notice) if self._leads else None
+        found = self._latest(training, self._notice) if self._leads else None
         self._agree(True)
-        return found if self._leads else self._latest(None)
+        return found if self._leads else self._latest(training, None)
 
     def _fetch(self, mirror: Mirror) -> None:
         """Copy what the storage has and this machine lacks; one process after another, for some share a disk."""
@@ -197,21 +199,35 @@ class Loop:
                 "use a run folder that all nodes see, or --storage"
             )
 
-    def _latest(self, notice: Callable[[str], None] | None) -> Any:
+    def _latest(self, training: Training, notice: Callable[[str], None] | None) -> Any:
         """A whole checkpoint, or a commit of a store that shards are in; several only if one was not removed yet.
 
-        Without `notice` nothing is changed.
+        Without `notice` nothing is changed on disk.
         """
+        told: list[str] = []
+
+        def use(tree: Any) -> None:
+            told.clear()
+            saved.check(tree, self._task, notice=told.append)
+            training.load_state_dict(tree["training"], notice=told.append)
+
         folder = self._folder / CHECKPOINT_FOLDER
         fetch = None if self._mirror is None else partial(self._mirror.fetch, folder)
-        whole = checkpoint.read_latest(folder, notice=notice, fetch=fetch)
-        tree = None if whole is None else whole.tree
-        for shards in filter(Path.is_dir, self._shards):
-            from rota.memory import keeping
+        try:
+            whole = checkpoint.read_latest(folder, notice=notice, fetch=fetch, use=use)
+            tree = None if whole is None else whole.tree
+            for shards in filter(Path.is_dir, self._shards):
+                from rota.memory import keeping
 
-            than = None if tree is None else int(tree["training"]["step"])
-            later = keeping.read_latest(shards, than=than, notice=notice)
-            tree = tree if later is None else later
+                than = None if tree is None else int(tree["training"]["step"])
+                later = keeping.read_latest(shards, than=than, notice=notice, use=use)
+                tree = tree if later is None else later
+        except UnfitCheckpointError as error:
+            if isinstance(error.__cause__, TaskError):  # the user's own code refused its state
+                raise error.__cause__ from error
+            raise
+        for text in told if tree is not None else ():
+            self._notice(text)
         return tree
 
     def _choose(self, parts: Parts, batch: Any) -> Executor:
@@ -338,7 +354,9 @@ class Loop:
             raise WayError("what runs the task has no state to save in the process that leads")
         else:
             self._writer.submit(
-                {"training": state, "metrics": self._metrics.state_dict()}, step=training.step, fresh=training.fresh
+                {"training": state, "metrics": self._metrics.state_dict(), "task": saved.mark_of(self._task)},
+                step=training.step,
+                fresh=training.fresh,
             )
         self._saved_at_step = training.step
         self._saved_at_s = time.perf_counter()

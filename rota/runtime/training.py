@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from rota.errors import CheckpointError, TaskError
+from rota.errors import CheckpointError, TaskError, UnfitCheckpointError
+from rota.refusals import refusal
 from rota.runtime.batches import Cursor, training_cursor, validation_batches
 from rota.runtime.executor import Eager, Executor, Parts, Room, TakesSteps, Watch, check_finite, unwatched
 from rota.runtime.one_device import is_elsewhere, plainly, waits_on_host
@@ -256,26 +257,41 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, notice: Callable[[str], None]) -> None:
-        """Go on from where `state_dict` was called; before the first batch."""
+        """Go on from where `state_dict` was called; before the first batch.
+
+        After an UnfitCheckpointError another state can be loaded: it replaces all that was taken of this one.
+        """
         assert self._run is None
         try:
-            with self._building:
-                self.model.load_state_dict(state["model"])
-                for name, value in self.model.named_buffers():
-                    if name in state["buffers"]:
-                        value.copy_(state["buffers"][name])
-            for name, parameter in self.model.named_parameters():
-                if name in state["gradients"]:
-                    parameter.grad = state["gradients"][name].to(parameter.device)
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.lr_schedule is not None and state["lr_schedule"] is not None:
-                self.lr_schedule.load_state_dict(state["lr_schedule"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise CheckpointError(
+            self._load(state, notice)
+        except TaskError as error:
+            if is_out_of_memory(error.__cause__ or error):
+                raise
+            raise UnfitCheckpointError(str(error)) from error
+        except CheckpointError:
+            raise  # of the disk that shards are on
+        except Exception as error:  # what was altered, or is of another model, may raise anything
+            if is_out_of_memory(error) or refusal(error) is not None:
+                raise
+            lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+            first = " ".join(lines[:2]).rstrip(".")
+            raise UnfitCheckpointError(
                 f"the checkpoint does not fit the model or optimizer that the factories make now ({first}); "
                 "undo the change, or start a new run"
             ) from error
+
+    def _load(self, state: dict[str, Any], notice: Callable[[str], None]) -> None:
+        with self._building:
+            self.model.load_state_dict(state["model"])
+            for name, value in self.model.named_buffers():
+                if name in state["buffers"]:
+                    value.copy_(state["buffers"][name])
+        for name, parameter in self.model.named_parameters():
+            gradient = state["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.lr_schedule is not None and state["lr_schedule"] is not None:
+            self.lr_schedule.load_state_dict(state["lr_schedule"])
         self.step = state["step"]
         self.batches = state["batches"]
         self.sums = dict(state["sums"])

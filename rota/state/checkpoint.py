@@ -13,18 +13,19 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rota.errors import CheckpointError, CorruptCheckpointError
+from rota.errors import CheckpointError, CorruptCheckpointError, UnfitCheckpointError
 from rota.refusals import is_damage, reason, refusal
 from rota.state import files, inside
 from rota.state.tree import flatten, unflatten
 
 _FORMAT = 1
+_MOST_COMMIT_BYTES = 2**16
 KEPT = 2
 _TENSORS, _STATE, _COMMIT = "tensors.safetensors", "state.json", "commit.json"
 FILES = (_TENSORS, _STATE, _COMMIT)
@@ -34,6 +35,8 @@ _TAKEN = re.compile(r"checkpoint-(\d{8,})(\.damaged)?")
 
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
+Use: TypeAlias = Callable[[Any], None]
+"""Goes on from a tree; CorruptCheckpointError or UnfitCheckpointError if that cannot be done."""
 """What reading something else than was written may raise."""
 
 
@@ -58,12 +61,18 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
         inside.check_folder(folder)
         files.make_private_folder(folder)
         target = folder / f"checkpoint-{_next_number(folder):08d}"
+        state = json.dumps({"format": _FORMAT, "tree": skeleton})
+        if len(state) > inside.MOST_TEXT_BYTES:
+            raise ValueError(
+                f"the numbers and texts in it take {len(state)} bytes, and at most {inside.MOST_TEXT_BYTES} can be; "
+                "keep what is large as tensors"
+            )
         inside.remove(side, inside.CHECKPOINT)
         side.mkdir(mode=0o700)
         files.make_private_file(side / _TENSORS)
         save_file(_separate(tensors), side / _TENSORS)
         files.sync_file(side / _TENSORS)
-        files.write_text(side / _STATE, json.dumps({"format": _FORMAT, "tree": skeleton}))
+        files.write_text(side / _STATE, state)
         files.write_text(side / _COMMIT, json.dumps({name: _fingerprint(side / name) for name in (_TENSORS, _STATE)}))
         files.sync_folder(side)
         files.about_to_commit()
@@ -78,12 +87,17 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
 
 
 def read_latest(
-    folder: Path, *, notice: Callable[[str], None] | None, fetch: Callable[[], None] | None = None
+    folder: Path,
+    *,
+    notice: Callable[[str], None] | None,
+    fetch: Callable[[], None] | None = None,
+    use: Use = lambda tree: None,
 ) -> Checkpoint | None:
-    """The newest checkpoint that is whole; a damaged one is set aside, and said through `notice`.
+    """The newest checkpoint that is whole and of use; a damaged one is set aside, and said through `notice`.
 
     `fetch` then copies what another place has of those that are missing. Without `notice` nothing is changed: that is
-    for the other processes of a task.
+    for the other processes of a task. One that does not fit is damaged if one before it fits; if none does, the task
+    has changed: UnfitCheckpointError, and all stay.
     """
     inside.check_folder(folder)
     inside.check(folder, inside.CHECKPOINTS)
@@ -91,10 +105,15 @@ def read_latest(
         clear_up(folder)
     left = committed(folder)
     asked: set[Path] = set()
+    unfit: list[tuple[Path, UnfitCheckpointError]] = []
     while left:
         path = left.pop()
         try:
-            return Checkpoint(path=path, tree=read(path))
+            found = Checkpoint(path=path, tree=read(path))
+            _used(found, use)
+        except UnfitCheckpointError as error:
+            unfit.append((path, error))
+            continue
         except CorruptCheckpointError as error:
             if notice is None:
                 continue
@@ -108,7 +127,23 @@ def read_latest(
             if left and left[-1].name >= path.name:
                 instead = "its copy in the storage is used"
             notice(f"{error}; it was set aside as {aside.name}, and {instead}")
+            continue
+        if notice is not None:
+            for other, why in unfit:
+                aside = other.with_name(other.name + ".damaged")
+                _set_aside(other, aside)
+                notice(f"checkpoint {other.name}: {why}; {path.name} fits, so it was set aside as {aside.name}")
+        return found
+    if unfit:
+        raise unfit[0][1]
     return None
+
+
+def _used(found: Checkpoint, use: Use) -> None:
+    try:
+        use(found.tree)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"checkpoint {found.path.name} {error}") from error
 
 
 def clear_up(folder: Path) -> None:
@@ -130,11 +165,13 @@ def _set_aside(path: Path, aside: Path) -> None:
 def read(path: Path) -> Any:
     """Read one checkpoint, after comparing every byte with what was committed."""
     try:
-        commit = json.loads(inside.read_text(path / _COMMIT))
-        for name in (_TENSORS, _STATE):
-            if commit[name] != _fingerprint(path / name):
-                raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({name} was truncated or altered)")
-        state = json.loads(inside.read_text(path / _STATE))
+        commit = _parsed(inside.read_text(path / _COMMIT, most_bytes=_MOST_COMMIT_BYTES))
+        # All sizes first: a file that was made larger is not read to its end.
+        altered = [name for name in (_TENSORS, _STATE) if commit[name]["bytes"] != _size_bytes(path / name)]
+        altered += [name for name in (_TENSORS, _STATE) if not altered and commit[name] != _fingerprint(path / name)]
+        if altered:
+            raise CorruptCheckpointError(f"checkpoint {path.name} is damaged ({altered[0]} was truncated or altered)")
+        state = _parsed(inside.read_text(path / _STATE))
         if state["format"] != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {path} has format {state['format']}, and this rota reads format {_FORMAT}; "
@@ -203,6 +240,19 @@ def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _next_number(folder: Path) -> int:
     taken = [int(match[1]) for path in folder.iterdir() if (match := _TAKEN.fullmatch(path.name))]
     return max(taken, default=0) + 1
+
+
+def _parsed(text: str) -> Any:
+    """Of text within bounds: what takes more memory than there is was not written by rota."""
+    try:
+        return json.loads(text)
+    except MemoryError as error:
+        raise ValueError("its text does not fit into memory") from error
+
+
+def _size_bytes(path: Path) -> int:
+    with open(inside.opened(path, os.O_RDONLY), "rb") as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

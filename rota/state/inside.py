@@ -22,6 +22,8 @@ from rota.state.files import make_private_folder
 Names: TypeAlias = "Mapping[str, Names | None]"
 """What rota makes in a folder: the pattern of a name -> the names in that folder, or None for a file."""
 
+MOST_TEXT_BYTES = 2**30
+"""Of a text file that is read back: what is larger is damaged, and is not read into memory."""
 _SAFETENSORS_SIDE = r"\.tmp\w{6}"
 """What safetensors writes, beside the file that it is asked for, until it is whole."""
 CHECKPOINT: Names = {rf"tensors\.safetensors|state\.json|commit\.json|{_SAFETENSORS_SIDE}": None}
@@ -68,10 +70,16 @@ def opened(path: Path, flags: int) -> int:
     return handle
 
 
-def read_text(path: Path) -> str:
-    """The content of a plain file."""
+def read_text(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The content of a plain file; ValueError if it is larger than what rota writes there, or than the memory."""
     with open(opened(path, os.O_RDONLY), encoding="utf-8") as file:
-        return file.read()
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > most_bytes:
+            raise ValueError(f"{path.name} has {size_bytes} bytes, and at most {most_bytes} can be")
+        try:
+            return file.read(size_bytes)
+        except MemoryError as error:
+            raise ValueError(f"{path.name} does not fit into memory") from error
 
 
 def check_file(path: Path, *, written: bool = False) -> None:

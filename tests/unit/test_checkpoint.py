@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from rota.errors import CheckpointError, CorruptCheckpointError
+from rota.errors import CheckpointError, CorruptCheckpointError, UnfitCheckpointError
 from rota.state import checkpoint
 from rota.testing.models import GPT, ResNet
 
@@ -428,3 +428,65 @@ def test_a_model_with_extra_state_is_written_or_refused_with_a_sentence(tmp_path
     else:
         weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
         assert set(weights) == {"weight", "bias"}
+
+
+# ---- what somebody else wrote ----
+
+
+@pytest.mark.parametrize("name", checkpoint.FILES)
+def test_a_file_that_was_made_larger_is_damage_and_is_not_read(folder, monkeypatch, name):
+    older = checkpoint.write(folder, tree_of(1))
+    newer = checkpoint.write(folder, tree_of(2))
+    os.truncate(newer / name, 2**40)
+    digest = checkpoint.hashlib.file_digest
+
+    def of_a_small_file(file, how):
+        assert os.fstat(file.fileno()).st_size < 2**20
+        return digest(file, how)
+
+    monkeypatch.setattr("hashlib.file_digest", of_a_small_file)
+    notices = []
+    assert checkpoint.read_latest(folder, notice=notices.append).path == older
+    assert name in notices[0]
+
+
+def refusing(steps, kind):
+    def use(tree):
+        if tree["step"] in steps:
+            raise kind(f"is refused at {tree['step']}")
+
+    return use
+
+
+def test_one_that_is_refused_is_set_aside_and_the_one_before_is_used(folder):
+    for step in (1, 2):
+        checkpoint.write(folder, tree_of(step))
+    notices = []
+    found = checkpoint.read_latest(folder, notice=notices.append, use=refusing({2}, CorruptCheckpointError))
+    assert found.tree["step"] == 1
+    assert "checkpoint-00000002 is refused at 2; it was set aside" in notices[0]
+
+
+def test_one_that_does_not_fit_is_set_aside_if_the_one_before_does(folder):
+    for step in (1, 2):
+        checkpoint.write(folder, tree_of(step))
+    notices = []
+    found = checkpoint.read_latest(folder, notice=notices.append, use=refusing({2}, UnfitCheckpointError))
+    assert found.tree["step"] == 1
+    (notice,) = notices
+    assert "is refused at 2" in notice
+    assert sorted(os.listdir(folder)) == ["checkpoint-00000001", "checkpoint-00000002.damaged"]
+
+
+def test_where_none_fits_all_stay_and_the_newest_is_told(folder):
+    for step in (1, 2):
+        checkpoint.write(folder, tree_of(step))
+    with pytest.raises(UnfitCheckpointError, match="at 2"):
+        checkpoint.read_latest(folder, notice=no_notice, use=refusing({1, 2}, UnfitCheckpointError))
+    assert steps_in(folder) == [1, 2]
+
+
+def test_numbers_that_could_not_be_read_back_are_not_written(folder, monkeypatch):
+    monkeypatch.setattr("rota.state.inside.MOST_TEXT_BYTES", 100)
+    with pytest.raises(CheckpointError, match="keep what is large as tensors"):
+        checkpoint.write(folder, {"numbers": list(range(100))})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import shutil
 
 import pytest
 import safetensors.torch
@@ -360,3 +362,110 @@ def test_the_watcher_hears_of_every_factory_and_of_the_first_step_with_the_setup
     assert limits["step 2"] == (22.0, True)
     assert limits["validation after step 4"] == (22.0, True)
     assert outside.watched[-1][:3] == ("", None, False)
+
+
+# ---- checkpoints of others ----
+
+
+def forge(path, change):
+    """Alter a checkpoint as one who knows how its checksums are made."""
+    state = json.loads((path / "state.json").read_text())
+    tensors = safetensors.torch.load_file(path / "tensors.safetensors")
+    change(state, tensors)
+    (path / "state.json").write_text(json.dumps(state))
+    safetensors.torch.save_file(tensors, path / "tensors.safetensors")
+    names = ("tensors.safetensors", "state.json")
+    (path / "commit.json").write_text(json.dumps({name: checkpoint._fingerprint(path / name) for name in names}))
+
+
+def with_tree(**changes):
+    return lambda state, tensors: state["tree"].update(changes)
+
+
+def without(*path):
+    def change(state, tensors):
+        node = state["tree"]
+        for name in path[:-1]:
+            node = node[name]
+        del node[path[-1]]
+
+    return change
+
+
+def cut_all(state, tensors):
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.reshape(-1)[:1].clone()
+
+
+FORGERIES = {
+    "empty": lambda state, tensors: state.update(tree={}),
+    "null": lambda state, tensors: state.update(tree=None),
+    "a list": lambda state, tensors: state.update(tree=[1]),
+    "no training": with_tree(training=None),
+    "no metrics": with_tree(metrics={}),
+    "odd metrics": with_tree(metrics={"number": 1, "latest": {}, "unconfirmed": [[1]]}),
+    "no cursor": without("training", "cursor"),
+    "an empty cursor": lambda state, tensors: state["tree"]["training"].update(cursor={}),
+    "no generators": lambda state, tensors: state["tree"]["training"].update(rng={}),
+    "an odd generator": lambda state, tensors: state["tree"]["training"]["rng"].update(python=[1, 2]),
+    "an odd step": lambda state, tensors: state["tree"]["training"].update(step="many"),
+    "a step below zero": lambda state, tensors: state["tree"]["training"].update(step=-3),
+    "odd sums": lambda state, tensors: state["tree"]["training"].update(sums=7),
+    "no optimizer": lambda state, tensors: state["tree"]["training"].update(optimizer=None),
+    "shapes": cut_all,
+    "another task": with_tree(task={"name": "b"}),
+    "an odd name": with_tree(task=7),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_checkpoint_of_odd_content_is_set_aside_and_the_one_before_it_leads_to_the_same_model(tmp_path, what):
+    run(tmp_path / "whole")
+    run(tmp_path / "a", halt_at=3)
+    run(tmp_path / "a", attempt=2, halt_at=6)
+    _, newer = checkpoint.committed(tmp_path / "a" / CHECKPOINT_FOLDER)
+    forge(newer, FORGERIES[what])
+    outcome, outside = run(tmp_path / "a", attempt=3)
+    (notice,) = outside.of(Noticed)
+    assert newer.name in notice.text
+    assert "set aside" in notice.text
+    assert 0 < outside.of(Began)[0].from_step < 5
+    assert isinstance(outcome, Finished)
+    assert (tmp_path / "a" / MODEL_FILE).read_bytes() == (tmp_path / "whole" / MODEL_FILE).read_bytes()
+
+
+def test_the_checkpoints_of_another_task_are_set_aside_and_it_trains_from_its_beginning(tmp_path):
+    run(tmp_path / "a")
+    run(tmp_path / "b", name="b", seed=1, halt_at=4)
+    shutil.copytree(tmp_path / "b" / CHECKPOINT_FOLDER, tmp_path / "c" / CHECKPOINT_FOLDER)
+    _, outside = run(tmp_path / "c")
+    (notice,) = outside.of(Noticed)
+    assert "task 'b'" in notice.text
+    assert (tmp_path / "c" / MODEL_FILE).read_bytes() == (tmp_path / "a" / MODEL_FILE).read_bytes()
+
+
+def test_a_checkpoint_that_does_not_name_its_task_is_used(tmp_path):
+    halted, _ = run(tmp_path, halt_at=4)
+    (path,) = checkpoint.committed(tmp_path / CHECKPOINT_FOLDER)
+    forge(path, without("task"))
+    _, outside = run(tmp_path, attempt=2)
+    assert outside.of(Noticed) == []
+    assert outside.of(Began)[0].from_step == halted.step
+
+
+def test_a_checkpoint_of_other_settings_is_told(tmp_path):
+    run(tmp_path, halt_at=4, seed=1, settings={"lr": 0.1})
+    _, outside = run(tmp_path, attempt=2, seed=2, settings={"lr": 0.2})
+    (notice,) = outside.of(Noticed)
+    assert "seed was 1 and is 2" in notice.text
+    assert "lr was 0.1 and is 0.2" in notice.text
+
+
+def test_a_model_that_was_changed_is_told_with_its_first_parameter_and_shapes(tmp_path):
+    run(tmp_path, halt_at=3)
+    run(tmp_path, attempt=2, halt_at=6)
+    error, _ = fail(tmp_path, model=lambda: nn.Linear(4, 3))
+    assert "size mismatch for weight" in str(error)
+    assert "[2, 4]" in str(error)
+    assert "[3, 4]" in str(error)
+    assert len(checkpoint.committed(tmp_path / CHECKPOINT_FOLDER)) == 2

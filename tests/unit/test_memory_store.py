@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import os
 import stat
 import threading
@@ -15,7 +16,7 @@ from rota.errors import CheckpointError, CorruptCheckpointError, FitError, FullD
 from rota.memory import keeping
 from rota.memory.mover import Mover
 from rota.memory.slab import ALIGNMENT, Budget, Shelf, Slab
-from rota.memory.store import Store
+from rota.memory.store import Store, _header
 
 PAGE = ALIGNMENT
 
@@ -541,3 +542,20 @@ def test_what_goes_wrong_in_a_thread_is_told_to_who_waits(store):
     with pytest.raises(KeyError):
         mover.load("nothing", slab()).result(timeout=10)
     mover.close()
+
+
+def test_a_record_that_was_made_larger_is_damage_and_the_one_before_it_is_used(store, tmp_path):
+    for step in (1, 2):
+        store.commit({"step": step})
+    os.truncate(tmp_path / "store" / "commit.json", 2**40)
+    with pytest.raises(CorruptCheckpointError):
+        store.recover()
+    store.fall_back()
+    assert store.recover() == {"step": 1}
+
+
+def test_a_record_that_is_nested_without_end_is_damage(store, tmp_path):
+    text = "[" * 200_000
+    (tmp_path / "store" / "commit.json").write_text(f"{json.dumps(_header(text))}\n{text}")
+    with pytest.raises(CorruptCheckpointError):
+        store.recover()
