@@ -109,6 +109,7 @@ class Controller:
 
     def leaving(self) -> bool:
         """Whether the user has asked to stop; for what takes its time before the run."""
+        self._folder.check_there()
         self._take_requests()
         return self._interrupted
 
@@ -124,6 +125,7 @@ class Controller:
     def run(self) -> RunState:
         """Work until nothing is left to do."""
         while True:
+            self._folder.check_there()
             self._take_requests()
             if self._interrupted:
                 for seat in set(self._busy.values()) - self._over:

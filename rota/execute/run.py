@@ -195,10 +195,12 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
     open_standard()
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(_advising(options.out))
-        held = options.out is not None and RunFolder(options.out).exists()
-        if options.out is not None and held:
-            stack.enter_context(RunFolder(options.out).held())  # if it is in use, say so at once
-        before = _before(RunFolder(options.out)) if options.out is not None and held else RunRecord()
+        named = None if options.out is None else RunFolder(options.out)
+        held = named is not None and named.exists()
+        before = RunRecord()
+        if named is not None and held:
+            stack.enter_context(named.held())  # if it is in use, say so at once
+            before = _before(named)
         session = before.session
         if options.out is not None:
             _check_named(options.out, before, options)
@@ -219,11 +221,12 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
             from rota.state import mirror
 
             mirror.check(options.storage)
-        folder = RunFolder(options.out or new_run_path(source.sweep.name or _script_name()))
+        folder = named or RunFolder(new_run_path(source.sweep.name or _script_name()))
         place.path, place.file = folder.path, source.file
         if not held:  # it may have come into being meanwhile, by another process with the same idea
             folder.prepare()
             stack.enter_context(folder.held())
+        folder.check_there()
         record = _begin_or_resume(folder, source, cluster, options, backend)
         backend.shards = record.shards
         if not all(task.state.ended for task in record.tasks.values()):

@@ -21,7 +21,7 @@ from rota.runtime.messages import Balanced, Began, Finished, Halted, Noticed, Re
 from rota.runtime.metrics import MetricsLog
 from rota.runtime.one_device import choose_alone, room_of, state_bytes
 from rota.runtime.training import Training
-from rota.state import checkpoint, inside
+from rota.state import checkpoint, files, inside
 from rota.state.mirror import Mirror
 from rota.state.writer import CheckpointWriter, Saver, Written
 from rota.store.run_folder import CHECKPOINT_FOLDER, MODEL_FILE, STORE_FOLDER, again
@@ -85,6 +85,7 @@ class Loop:
         instead of the folder: the first, and what lies in the others is of before. `code_before_bytes` is what loaded
         code took before the task came.
         """
+        files.make_private_folder(folder)  # here and never later: what vanishes meanwhile is not made again
         self._task = task
         self._seat = seat
         self._attempt = attempt

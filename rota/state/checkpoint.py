@@ -59,7 +59,7 @@ def write_flat(folder: Path, skeleton: Any, tensors: dict[str, torch.Tensor]) ->
     side = folder / f".writing-{os.getpid()}"
     try:
         inside.check_folder(folder)
-        files.make_private_folder(folder)
+        files.make_private_subfolder(folder)
         target = folder / f"checkpoint-{_next_number(folder):08d}"
         state = json.dumps({"format": _FORMAT, "tree": skeleton})
         if len(state) > inside.MOST_TEXT_BYTES:

@@ -94,3 +94,9 @@ def make_private_folder(path: Path) -> None:
         with contextlib.suppress(PermissionError):  # a folder in which others may make files and not see them
             sync_folder(one.parent)
     path.mkdir(exist_ok=True)  # an error where it is a file
+
+
+def make_private_subfolder(path: Path) -> None:
+    """The same in a folder that is there: one that somebody moved or removed meanwhile is not made again."""
+    path.parent.stat()
+    make_private_folder(path)

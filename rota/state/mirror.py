@@ -56,7 +56,7 @@ class Mirror:
             wanted = {number: place for _, number, place in stored if newest < number <= stored[-1][1]}
             for number, place in sorted(wanted.items())[-checkpoint.KEPT :]:
                 side = folder / f".writing-{os.getpid()}"
-                files.make_private_folder(folder)
+                files.make_private_subfolder(folder)
                 side.mkdir(mode=0o700)
                 for name in checkpoint.FILES:
                     files.make_private_file(side / name)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rota.errors import DiskError, InputError, RunInUseError
+from rota.errors import DiskError, InputError, RunFolderError, RunInUseError
 from rota.refusals import advice, reason, told
 from rota.state import inside
 from rota.state.files import make_private_folder
@@ -64,6 +64,8 @@ class RunFolder:
         self.path = path
         self.journal = path / JOURNAL_FILE
         self.report = path / REPORT_FILE
+        self._held: int | None = None
+        """The open file of the lock, while this process holds the run."""
 
     def task(self, name: str) -> Path:
         """The folder of a task."""
@@ -111,10 +113,27 @@ class RunFolder:
         with told(f"the lock {self.path / LOCK_FILE} cannot be taken"):
             handle = self._lock()
         try:
+            self._held = handle
             inside.remove_each(self.path, _LEFT)
             yield
         finally:
+            self._held = None
             os.close(handle)
+
+    def check_there(self) -> None:
+        """RunFolderError if the folder that is held is not at its path any more: it is made once, at the beginning."""
+        if self._held is None:
+            return
+        mine = os.fstat(self._held)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = (self.path / LOCK_FILE).lstat()
+            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+                return
+        moved = _path_of(self._held)
+        where = (
+            f"go on where it is now, with: rota resume {shlex.quote(str(moved.parent))}" if moved else "run it again"
+        )
+        raise RunFolderError(f"the folder {self.path} was moved or removed while its run went on, which stops; {where}")
 
     def _lock(self) -> int:
         """The open file of the lock, which this process has. RunInUseError if another has it."""
@@ -187,6 +206,16 @@ def new_run_path(name: str, *, root: Path = DEFAULT_ROOT) -> Path:
     while path.exists():
         path, number = root / f"{base}-{number}", number + 1
     return path
+
+
+def _path_of(handle: int) -> Path | None:
+    """Where an open file is now, if it has a name and the system tells."""
+    try:
+        path, mine = Path(os.readlink(f"/proc/self/fd/{handle}")), os.fstat(handle)
+        found = path.lstat()
+    except OSError:
+        return None
+    return path if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino) else None
 
 
 def _is_foreign(path: Path) -> bool:

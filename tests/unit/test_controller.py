@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from rota.errors import TaskError
+from rota.errors import RunFolderError, TaskError
 from rota.execute.backends.base import DeviceCame, DeviceGone, WorkerLost
 from rota.execute.backends.simulated import Fault, SimulatedBackend, SimulatedTask
 from rota.execute.events import Launched, Lost, RunEnded, Stopped
@@ -494,3 +494,17 @@ def test_a_wide_task_waits_while_a_device_is_in_doubt_and_goes_on_with_what_ther
     assert run.controller._in_doubt == set()
     told = [text for _, _, text in run.record.notices if "cpu:0 is gone" in text]
     assert len(told) == 1
+
+
+# ---- a run folder that goes away ----
+
+
+def test_a_run_whose_folder_is_renamed_stops_and_does_not_make_it_again(tmp_path, simulate, refused):
+    run = simulate(tmp_path / "a", {"a": plan(), "b": plan(), "c": plan()}, devices=1)
+    run.folder.prepare()
+    with run.folder.held():
+        rename = at(run, 30, lambda: run.folder.path.rename(tmp_path / "moved"))
+        sentence = refused(lambda: run.run(observer=rename), error=RunFolderError)
+    assert "was moved or removed" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    assert 0 < [task.state.value for task in run.record.tasks.values()].count("finished") < 3

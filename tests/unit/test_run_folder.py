@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import rota.store
-from rota.errors import DiskError, InputError, RunInUseError
+from rota.errors import CheckpointError, DiskError, InputError, RunFolderError, RunInUseError
+from rota.state import checkpoint
 from rota.store import run_folder
 from rota.store.journal import Journal
 from rota.store.run_folder import RunFolder, find_run, list_runs, new_run_path
@@ -349,3 +351,40 @@ def test_runs_that_begin_in_the_same_second_get_different_paths(tmp_path, monkey
 
 def test_input_errors_can_be_caught_as_value_errors():
     assert issubclass(InputError, ValueError)
+
+
+# ---- a folder that goes away ----
+
+
+def renamed(folder):
+    folder.path.rename(folder.path.with_name("moved"))
+
+
+def renamed_and_made_again(folder):
+    renamed(folder)
+    make_run(folder.path)
+    (folder.path / "lock").touch()
+
+
+def removed(folder):
+    shutil.rmtree(folder.path)
+
+
+@pytest.mark.parametrize("vanish", [renamed, renamed_and_made_again, removed])
+def test_a_held_folder_that_vanished_is_told(tmp_path, refused, vanish):
+    folder = make_run(tmp_path / "a")
+    folder.check_there()
+    with folder.held():
+        folder.check_there()
+        vanish(folder)
+        sentence = refused(folder.check_there, error=RunFolderError)
+    assert f"{folder.path} was moved or removed" in sentence
+    assert ("rota resume" in sentence) == (vanish is not removed)
+    if vanish is not removed and sys.platform == "linux":
+        assert str(tmp_path / "moved") in sentence
+
+
+def test_a_checkpoint_does_not_make_the_folder_of_its_task_again(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        checkpoint.write(tmp_path / "a" / "checkpoints", {"step": 1})
+    assert list(tmp_path.iterdir()) == []
