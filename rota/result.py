@@ -13,6 +13,7 @@ from rota.execute.record import RunRecord, TaskRecord
 from rota.execute.states import RunState, TaskState
 from rota.report.ranking import rank
 from rota.report.table import Table, ranking_table
+from rota.state import model_file
 from rota.store.journal import read_metrics
 from rota.store.run_folder import RunFolder, find_run
 from rota.sweep import Sweep
@@ -104,6 +105,8 @@ class Result:
         if not path.is_file():
             why = f": {found.reason}" if found.reason else ""
             raise InputError(f"task {found.name!r} has no trained model; it is {found.state}{why}")
+        if not model_file.is_whole(path):
+            raise InputError(f"{path} is damaged; `rota resume` of the run writes it again from its last checkpoint")
         factory = model or (self._sweep[found.name].model if self._sweep is not None else None)
         if factory is None:
             raise InputError("a run folder holds no code: give the model factory, as load(name, model=...)")
@@ -137,7 +140,7 @@ class Result:
             settings=task.settings,
             metrics=dict(task.metrics),
             steps=task.step,
-            model_path=model if model.is_file() else None,
+            model_path=model if model_file.is_whole(model) else None,
             reason=task.reason,
         )
 

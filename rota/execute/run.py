@@ -17,13 +17,14 @@ from typing import Any, cast
 
 from rota.cluster import Cluster
 from rota.cluster.discover import available_cores
-from rota.errors import CheckpointError, DiskError, InputError, RotaError, RunMismatchError
+from rota.errors import CheckpointError, DiskError, InputError, RotaError, RunFolderError, RunMismatchError
 from rota.execute import preflight
 from rota.execute.asked import Asked
 from rota.execute.backends.local import LocalBackend
 from rota.execute.controller import Controller, Observer
 from rota.execute.events import Event, RunBegan, RunResumed
 from rota.execute.identity import describe, digest, fixed_facts
+from rota.execute.mend import mend_model
 from rota.execute.policy import LongestFirst, Policy
 from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
@@ -35,7 +36,7 @@ from rota.report.live import profile_progress, progress_observer
 from rota.report.summary import going_on
 from rota.result import Result
 from rota.schedule.problem import OBJECTIVES, Objective
-from rota.state import inside
+from rota.state import inside, model_file
 from rota.state.files import make_private_folder
 from rota.store.cache import cache_trouble
 from rota.store.journal import Journal, add, read_summary
@@ -232,7 +233,10 @@ def run_source(load: Callable[[], Source], options: RunOptions) -> Result:
         if not all(task.state.ended for task in record.tasks.values()):
             _carry_out(folder, source.sweep, record, cluster, backend, options, ready.widths, [*notes, *ready.notes])
         _collect(folder, record)
+        lost = _mend(folder, record) if cluster.manager == "local" else []
         _report(folder)
+        if lost:
+            raise RunFolderError(lost[0] if len(lost) == 1 else f"{lost[0]}; so are {len(lost) - 1} more")
     return Result(folder, record, sweep=source.sweep)
 
 
@@ -443,7 +447,7 @@ def _check_named(path: Path, before: RunRecord, options: RunOptions) -> None:
 def _collect(folder: RunFolder, record: RunRecord) -> None:
     """Models that were trained on machines that do not see the run folder are in the storage."""
     finished = [task for task in record.tasks.values() if task.state is TaskState.FINISHED]
-    missing = [task for task in finished if not folder.model(task.name).is_file()]
+    missing = [task for task in finished if not model_file.is_whole(folder.model(task.name))]
     if record.storage and missing:
         from rota.state.mirror import Mirror
 
@@ -454,6 +458,21 @@ def _collect(folder: RunFolder, record: RunRecord) -> None:
             except CheckpointError as error:
                 text = f"the model of {task.name} stays where it is: {error}"
                 warnings.warn(one_line(text), stacklevel=2)
+
+
+def _mend(folder: RunFolder, record: RunRecord) -> list[str]:
+    """Write models that are lost or damaged again, and say which cannot be."""
+    lost = []
+    for task in record.tasks.values():
+        if task.state is TaskState.FINISHED and not model_file.is_whole(folder.model(task.name)):
+            try:
+                mend_model(folder, task.name, shards=record.shards)
+            except RunFolderError as error:
+                lost.append(str(error))
+            else:
+                text = f"the model of {task.name} was lost or damaged; it was written again from its last checkpoint"
+                warnings.warn(one_line(text), stacklevel=2)
+    return lost
 
 
 def _still_running(record: RunRecord, found: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:

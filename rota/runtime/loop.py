@@ -13,7 +13,7 @@ import torch
 
 from rota.cluster.device import format_bytes
 from rota.errors import CheckpointError, PeerError, RotaError, TaskError, UnfitCheckpointError, WayError
-from rota.refusals import advice, refusal
+from rota.refusals import advice, refusal, told
 from rota.runtime import limits, saved
 from rota.runtime.executor import Closes, Executor, HasPace, KeepsItself, Parts, setup_limit_s
 from rota.runtime.gang import Gang
@@ -85,7 +85,9 @@ class Loop:
         instead of the folder: the first, and what lies in the others is of before. `code_before_bytes` is what loaded
         code took before the task came.
         """
-        files.make_private_folder(folder)  # here and never later: what vanishes meanwhile is not made again
+        with told(f"the folder {folder} cannot be used"):
+            # Here and never later, and nothing above it: what vanishes meanwhile is not made again.
+            files.make_private_subfolder(folder)
         self._task = task
         self._seat = seat
         self._attempt = attempt
@@ -124,8 +126,8 @@ class Loop:
             if isinstance(error, TaskError | PeerError):
                 raise
             refused = refusal(error)
-            told = f"; {advice(refused)}, then run {again(self._folder)}" if refused is not None else ""
-            raise TaskError(f"{error}{told}") from error
+            remedy = f"; {advice(refused)}, then run {again(self._folder)}" if refused is not None else ""
+            raise TaskError(f"{error}{remedy}") from error
         finally:
             with self._while_running:
                 self._watch_saving("the last checkpoint")

@@ -251,7 +251,7 @@ class Worker:
         surroundings: Surroundings = _Follower(self) if follows else self
         self._link.await_lease()
         try:
-            inside.enter(folder)
+            self._enter(folder)
             shards = tuple(map(Path, command.shards))
             for place in shards:
                 inside.check_task(place)
@@ -294,6 +294,15 @@ class Worker:
         if gang is not None:  # only now may the others notice: what went wrong here is told before
             gang.part()
 
+    def _enter(self, folder: Path) -> None:
+        """Where a controller of this machine made the folder, it is not made again: the run may have been moved."""
+        if self._settings.keeper >= 0:
+            inside.enter(folder)
+            return
+        inside.check_task(folder)
+        with told(f"the folder {folder} cannot be used"):
+            folder.stat()
+
     def _probe(self, command: Look | Try, payload: bytes, device: torch.device) -> None:
         """Find out what a task costs; nothing is kept of it."""
         from rota.runtime.process_state import preserved
@@ -302,7 +311,7 @@ class Worker:
         outcome: Looked | Tried | Left | Failed
         gang: Gang | None = None
         try:
-            inside.enter(folder)
+            self._enter(folder)
             with _output_to(folder / OUTPUT_FILE), preserved(), _memory_limit(self._settings):
                 sys.path[:] = _import_path(command)
                 self._watch_setup("importing what it needs", command)

@@ -104,6 +104,7 @@ class LocalBackend:
     ) -> None:
         """Have the worker of a device find out what a task costs, also in ways that only this process knows."""
         payload = _pickled(task, *registered())
+        inside.enter(folder.absolute())
         worker = self._worker(device)
         worker.begin(task.name)
         command = Look(
@@ -145,8 +146,7 @@ class LocalBackend:
 
     def _meeting(self, devices: Sequence[str], folder: Path, attempt: int) -> str:
         """Where the processes of a task find each other: a file, if nothing is said."""
-        if len(devices) > 1:
-            inside.enter(folder)
+        inside.enter(folder)
         inside.remove_each(folder, r"gang-\d+")  # of processes that were killed
         return ""
 
