@@ -46,6 +46,8 @@ class UnavailableError(Exception):
 
 # ---- where processes are started ----
 
+_made_here: set[Path] = set()
+"""Libraries that this process has compiled."""
 _left_out = ""
 """Why processes are started without it from now on."""
 
@@ -60,10 +62,14 @@ def preloaded(environment: Mapping[str, str]) -> str:
     """What LD_PRELOAD must be in an environment; UnavailableError says why processes cannot be started with it."""
     if _left_out:
         raise UnavailableError(_left_out)
-    library = str(compiled())
+    path = compiled()
+    library = str(path)
     others = environment.get("LD_PRELOAD", "")
     wanted = f"{library}:{others}" if others else library
-    fault = _fault(wanted)
+    fault = _fault(wanted, _stamp(path))
+    if fault and path not in _made_here:  # it may be damaged: a new one shows whether it was that
+        _compile(path)
+        fault = _fault(wanted, _stamp(path))
     if fault:
         beside = f" beside {others}; start rota without that LD_PRELOAD" if others else ""
         raise UnavailableError(f"a process that is started with it {fault}{beside}")
@@ -154,10 +160,17 @@ def _compile(library: Path) -> None:
             raise UnavailableError(f"{compiler} does not compile it ({said[-1] if said else done.returncode})")
         made.chmod(0o700)
         os.replace(made, library)
+    _made_here.add(library)
+
+
+def _stamp(library: Path) -> tuple[int, int, int]:
+    """Another one for another content."""
+    facts = os.stat(library)
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 @functools.cache
-def _fault(wanted: str) -> str:
+def _fault(wanted: str, stamp: tuple[int, int, int]) -> str:
     """What happens to a process that is started with this LD_PRELOAD; empty if nothing does.
 
     The disk may be mounted without execution, another library may not bear this one, or answer in its place.

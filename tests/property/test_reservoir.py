@@ -223,6 +223,18 @@ def test_a_group_may_write_if_it_is_the_users_own(tmp_path, monkeypatch, mine):
     assert no_library() != mine
 
 
+@pytest.mark.parametrize("size_bytes", [0, 100, 9000])
+def test_a_library_that_is_damaged_is_made_anew(tmp_path, monkeypatch, size_bytes):
+    monkeypatch.setenv("ROTA_CACHE", str(tmp_path))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    library = compiled()
+    good = library.read_bytes()
+    monkeypatch.setattr(module, "_made_here", set())  # as in a process that finds it there
+    os.truncate(library, size_bytes)
+    assert module.preloaded({}) == str(library)
+    assert library.read_bytes() == good
+
+
 def test_a_library_that_others_could_have_written_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("ROTA_CACHE", str(tmp_path))
     library = compiled()
@@ -458,7 +470,10 @@ def test_a_library_that_breaks_processes_here_is_left_out_and_told(other, monkey
 
 def test_it_is_left_out_where_another_allocator_stands_before_it(other, monkeypatch):
     """As where Python itself is linked with one. It would be told to hold memory, and never be asked for any."""
-    monkeypatch.setattr(module, "compiled", lambda: f"{other('SERVES')}:{compiled()}")
+    both = f"{other('SERVES')}:{compiled()}"
+    monkeypatch.setattr(module, "compiled", lambda: both)
+    monkeypatch.setattr(module, "_stamp", lambda library: (0, 0, 0))
+    monkeypatch.setattr(module, "_made_here", {both})
     assert no_library()
     with pytest.raises(module.UnavailableError, match="another allocator stands before it"):
         module.preloaded({})
