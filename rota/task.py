@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rota.errors import InputError
+from rota.given import flag, quoted
+from rota.whole import at_least, positive
+from rota.written import check_readable
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,8 @@ class Data:
 
     def __post_init__(self) -> None:
         where = "rota.Data"
+        for name in ("shuffle", "drop_last"):
+            flag(getattr(self, name), f"{where}: {name}")
         for name in ("batch_size", "valid_batch_size"):
             if getattr(self, name) is not None:
                 _set_count(self, name, where)
@@ -131,8 +135,8 @@ class Task:
 
     def __post_init__(self) -> None:
         if not is_safe_name(self.name):
-            raise InputError(f"task name {self.name!r} cannot be used; {NAME_RULE}")
-        where = f"task {self.name!r}"
+            raise InputError(f"task name {quoted(self.name)} cannot be used; {NAME_RULE}")
+        where = f"task {quoted(self.name)}"
         for name in ("model", "data", "optimizer", "loss"):
             if not callable(getattr(self, name)):
                 raise InputError(
@@ -143,30 +147,46 @@ class Task:
         if self.lr_schedule is not None and not callable(self.lr_schedule):
             raise InputError(f"{where}: lr_schedule must be a function of the optimizer")
         for name, parameters in _CALLED_WITH.items():
-            _check_call(where, name, getattr(self, name), parameters)
+            check_call(where, name, getattr(self, name), parameters)
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps is not None else "neither is given"
             raise InputError(f"{where}: give either steps or epochs; {given}")
-        if not isinstance(self.strategy, str) and not callable(self.strategy):
-            raise InputError(
-                f"{where}: strategy must be a name such as 'tensor' or a strategy of rota.strategies, "
-                f"not {type(self.strategy).__name__}"
-            )
-        if self.balance not in BALANCES and not callable(self.balance):
-            raise InputError(f"{where}: balance can be {', '.join(BALANCES)} or a policy, not {self.balance!r}")
+        _check_strategy(self.strategy, where)
+        is_policy = callable(self.balance) and not isinstance(self.balance, type)
+        if not is_policy and not (isinstance(self.balance, str) and self.balance in BALANCES):
+            raise InputError(f"{where}: balance can be {', '.join(BALANCES)} or a policy, not {quoted(self.balance)}")
+        if not isinstance(self.settings, Mapping):
+            raise InputError(f"{where}: settings must be a dict of names and values, not {quoted(self.settings)}")
         for name in ("steps", "epochs", "valid_every", "checkpoint_every", "accumulate", "devices"):
             if getattr(self, name) is not None or name == "accumulate":
                 _set_count(self, name, where)
         for name in ("clip_norm", "deadline_s", "setup_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             if (value is not None or name not in ("clip_norm", "deadline_s")) and not (_is_number(value) and value > 0):
-                raise InputError(f"{where}: {name} must be a positive number, not {repr(value)[:40]}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
-            raise InputError(f"{where}: seed must be a whole number from 0 to 2**32 - 1, not {self.seed!r}")
-        if not isinstance(self.compile, bool):
-            raise InputError(f"{where}: compile must be True or False, not {self.compile!r}")
-        if self.precision not in PRECISIONS:
-            raise InputError(f"{where}: precision {self.precision!r} is unknown; it can be {', '.join(PRECISIONS)}")
+                raise InputError(f"{where}: {name} must be a positive number, not {quoted(value)}")
+        object.__setattr__(self, "seed", at_least(self.seed, 0, f"{where}: seed"))
+        if self.seed >= 2**32:
+            raise InputError(f"{where}: seed must be less than 2**32, not {quoted(self.seed)}")
+        flag(self.compile, f"{where}: compile")
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise InputError(f"{where}: precision {quoted(self.precision)} is unknown; it can be {known}")
+
+
+def _check_strategy(strategy: Any, where: str) -> None:
+    """InputError for what can be no strategy. Whether its name is known is looked up when the run begins."""
+    if isinstance(strategy, str):
+        try:
+            check_readable(strategy)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        return
+    if not callable(strategy) or isinstance(strategy, type) or _descends(type(strategy), "torch.nn", "Module"):
+        given = strategy.__name__ if isinstance(strategy, type) else type(strategy).__name__
+        raise InputError(
+            f"{where}: strategy must be a name such as 'tensor' or a strategy of rota.strategies, not {given}"
+        )
+    check_call(where, "strategy", strategy, ("graph", "devices"))
 
 
 def _check_makers(task: Task, where: str) -> None:
@@ -182,7 +202,12 @@ def _check_makers(task: Task, where: str) -> None:
             f"{where}: optimizer is called with the model, and {made.__name__} takes parameters; write "
             f"optimizer=lambda model: torch.optim.{made.__name__}(model.parameters(), ...)"
         )
-    loss = task.loss if isinstance(task.loss, type) or inspect.isroutine(task.loss) else type(task.loss)
+    check_loss_function(where, task.loss)
+
+
+def check_loss_function(where: str, loss: Any) -> None:
+    """InputError for a loss of PyTorch, which takes no model."""
+    loss = loss if isinstance(loss, type) or inspect.isroutine(loss) else type(loss)
     if getattr(loss, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss"):
         raise InputError(
             f"{where}: loss is called with the model and a batch, and {loss.__name__} takes predictions and targets; "
@@ -199,7 +224,7 @@ _CALLED_WITH = {
 }
 
 
-def _check_call(where: str, name: str, function: Any, parameters: tuple[str, ...]) -> None:
+def check_call(where: str, name: str, function: Any, parameters: tuple[str, ...]) -> None:
     """InputError for a Python function, or a class with a constructor in Python, that takes something else."""
     called = function.func if isinstance(function, functools.partial) else function
     if isinstance(called, type):
@@ -266,10 +291,7 @@ def _check_dataset(where: str, name: str, dataset: Any) -> None:
 
 def _set_count(holder: Any, name: str, where: str) -> None:
     """Check a count and keep it as a plain int, also if it came as one of numpy's."""
-    value = getattr(holder, name)
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InputError(f"{where}: {name} must be a whole number of at least 1, not {value!r}")
-    object.__setattr__(holder, name, int(value))
+    object.__setattr__(holder, name, positive(getattr(holder, name), f"{where}: {name}"))
 
 
 def _is_number(value: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from rota.errors import CaptureError, RotaError
+from rota.errors import CaptureError, InputError, RotaError
 from rota.graph.batch import check_leaves, leaves_of, skeleton_of, with_tensors
 from rota.graph.checkpointed import marking
 from rota.graph.functional import Builder, module_of
@@ -29,6 +29,7 @@ from rota.graph.graph import Graph, Ref, Role, Tensor
 from rota.graph.normalise import normalise
 from rota.graph.recorded import Watched, check_dense, recording
 from rota.graph.traceable import traceable_losses
+from rota.task import check_call, check_loss_function
 
 _PREFIX = "model."
 _ASSIGNED = "assigned buffer "
@@ -49,6 +50,8 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
     The model may be on the meta device: nothing is computed. A model whose code branches on values in train mode is
     captured in eval mode, with its dropout turned on afterwards; `Graph.notes` says so.
     """
+    check_model(model)
+    _check_loss(loss)
     _check_hooks(model)
     modes = {module: module.training for module in model.modules()}
     try:
@@ -62,6 +65,22 @@ def capture(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:
         for module, mode in modes.items():
             module.training = mode
     return replace(graph, notes=(*graph.notes, ASKS)) if asking else graph
+
+
+def check_model(model: object) -> None:
+    """InputError for what is no module."""
+    if isinstance(model, type):
+        raise InputError(f"a model is captured as it is, and {model.__name__} is a class; make one of it first")
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"a model to capture must be a torch.nn.Module, not {type(model).__name__}")
+
+
+def _check_loss(loss: object) -> None:
+    """InputError for what is no function of a model and a batch, as far as can be told before it is called."""
+    if not callable(loss):
+        raise InputError(f"the loss must be a function, not {type(loss).__name__}; write loss=lambda model, batch: ...")
+    check_loss_function("rota.capture", loss)
+    check_call("rota.capture", "loss", loss, ("model", "batch"))
 
 
 def _captured(model: torch.nn.Module, batch: Any, loss: Loss) -> Graph:

@@ -7,9 +7,10 @@ import fnmatch
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rota.errors import CutError, InputError, PlacementError
+from rota.given import flag, one_of, quoted, text
 from rota.graph.graph import Graph, Op, Role
 from rota.graph.refine import Dim, Frame, Refined, refine
 from rota.plan.box import WHOLE_VALUE, Box, Range, Share, even_widths
@@ -53,6 +54,9 @@ Target = Op | Part | str
 
 Gather = Literal["step", "use"]
 
+MOST_DEVICES = 2**16
+"""Of a plan: a program has something for each of its devices, also for those that stay idle."""
+
 
 class Plan:
     """Phase 1 and 2: transform and place. `compile` is phase 3: it derives communication and checks the result."""
@@ -70,8 +74,10 @@ class Plan:
         check_graph(graph)
         self.graph = graph
         self.devices = positive(devices, "the number of devices")
+        if self.devices > MOST_DEVICES:
+            raise InputError(f"a plan is for at most {MOST_DEVICES} devices, not for {quoted(self.devices)}; use fewer")
         self.microbatches = positive(microbatches, "the number of micro-batches")
-        self.backward = backward
+        self.backward = flag(backward, "backward")
         self.refined = refine(graph) if refined is None else refined
         self.stored: dict[str, Layout] = {}
         """Parameters whose pieces are stored elsewhere than where they are used."""
@@ -103,11 +109,14 @@ class Plan:
 
     def ops(self, *, kind: str | None = None, name: str | None = None) -> Iterator[Op]:
         """The ops of a kind, whose own name or module's name fits a pattern such as ``*.fc1``."""
-        for op in self.graph.ops:
-            if kind is not None and op.kind != kind:
-                continue
-            if name is None or fnmatch.fnmatchcase(op.name, name) or fnmatch.fnmatchcase(op.module, name):
-                yield op
+        kind = None if kind is None else text(kind, "the kind of ops")
+        pattern = "*" if name is None else text(name, "the name of ops")
+        return (
+            op
+            for op in self.graph.ops
+            if kind in (None, op.kind)
+            and (fnmatch.fnmatchcase(op.name, pattern) or fnmatch.fnmatchcase(op.module, pattern))
+        )
 
     def parts(self, op: Op | str) -> tuple[Part, ...]:
         """The parts of an op as it is cut so far."""
@@ -129,7 +138,7 @@ class Plan:
         """Cut an op, or a part of one, along a dim: evenly into `parts`, or into these widths."""
         part = self._part(target)
         frame = self.refined.frames[part.op]
-        asked = dim
+        asked = text(dim, f"the dim to split {part} along")
         dim, scale = self._cuttable(part, frame, dim)
         if (parts is None) == (widths is None):
             raise InputError(f"give either parts or widths to split {part}, not both or neither")
@@ -219,7 +228,7 @@ class Plan:
         """Run a part, all parts of an op, or all of a list of them, on a device."""
         number = whole(device)
         if number is None or not 0 <= number < self.devices:
-            raise PlacementError(f"there is no device {device!r}; the plan has 0 to {self.devices - 1}")
+            raise PlacementError(f"there is no device {quoted(device)}; the plan has 0 to {self.devices - 1}")
         for one in _several(target):
             if isinstance(one, Part):
                 if one not in self._parts.get(one.op, ()):
@@ -286,18 +295,24 @@ class Plan:
         It is brought to where it is used once in a step (`gather="step"`, ZeRO stage 1 and 2), or for each use in the
         forward and the backward pass, and dropped after it (`gather="use"`, ZeRO stage 3 and FSDP).
         """
+        text(parameter, "the name of a parameter")
         tensor = self.graph.tensors.get(self.graph.aliases.get(parameter, parameter))
         if tensor is None or tensor.role not in (Role.PARAMETER, Role.BUFFER):
-            raise InputError(f"{parameter!r} is not a parameter or buffer of the model")
-        if gather not in ("step", "use"):
-            raise InputError(f"a parameter is gathered for a 'step' or for each 'use', not {gather!r}")
+            raise InputError(f"{quoted(parameter)} is not a parameter or buffer of the model")
+        one_of(gather, get_args(Gather), f"gather of {parameter}")
         if isinstance(layout, Mapping):
             layout = tuple(Piece(device=device, box=box) for device, box in layout.items())
-        if not isinstance(layout, tuple | list) or not all(
-            isinstance(piece, Piece) and isinstance(piece.box, Box) and whole(piece.device) is not None
-            for piece in layout
+        if (
+            not isinstance(layout, tuple | list)
+            or not layout
+            or not all(
+                isinstance(piece, Piece) and isinstance(piece.box, Box) and whole(piece.device) is not None
+                for piece in layout
+            )
         ):
-            raise InputError(f"say where {parameter} is stored as {{device: Box}}, or as pieces, not as {layout!r}")
+            raise InputError(
+                f"say where {parameter} is stored as {{device: Box}}, or as pieces, not as {quoted(layout)}"
+            )
         layout = tuple(layout)
         shape = self.refined.shape(tensor.name)
         for piece in layout:
@@ -318,6 +333,7 @@ class Plan:
         """Phase 3: derive all communication, order everything, and check the result by replaying it."""
         from rota.plan.compile import compile_plan
 
+        flag(reference, "reference")
         if memory_bytes is not None:
             memory_bytes = positive(memory_bytes, "memory_bytes")
         return compile_plan(self, memory_bytes=memory_bytes, reference=reference)
@@ -337,7 +353,7 @@ class Plan:
     def _known(self, op: Op | str) -> str:
         name = op.name if isinstance(op, Op) else op
         if not isinstance(name, str) or name not in self._parts:
-            raise InputError(f"the graph has no op named {name!r}; plan.ops() has them all")
+            raise InputError(f"the graph has no op named {quoted(name)}; plan.ops() has them all")
         return name
 
     def _part(self, target: Target) -> Part:
@@ -353,10 +369,11 @@ class Plan:
     def _edges(self, first: Target | At, second: Target | At) -> Iterator[tuple[At, At]]:
         for one, other in itertools.product(self._moments(first), self._moments(second)):
             for moment in (one, other):
-                if moment.microbatch is not None and not 0 <= moment.microbatch < self.microbatches:
-                    raise InputError(
-                        f"there is no micro-batch {moment.microbatch}; the plan has 0 to {self.microbatches - 1}"
-                    )
+                flag(moment.backward, "the backward of a moment")
+                number = 0 if moment.microbatch is None else whole(moment.microbatch)
+                if number is None or not 0 <= number < self.microbatches:
+                    given, last = quoted(moment.microbatch), self.microbatches - 1
+                    raise InputError(f"there is no micro-batch {given}; the plan has 0 to {last}")
             yield one, other
 
     def _of_parts(self, first: At, second: At) -> Iterator[tuple[At, At]]:
@@ -376,7 +393,9 @@ class Plan:
     def _moments(self, target: Target | At) -> list[At]:
         if isinstance(target, At):
             if not isinstance(target.part, Part):
-                raise InputError(f"a moment has a part of the plan (plan.parts(op) has them), not {target.part!r}")
+                raise InputError(
+                    f"a moment has a part of the plan (plan.parts(op) has them), not {quoted(target.part)}"
+                )
             return [target]
         if isinstance(target, Part):
             return [At(part=target)]
@@ -389,7 +408,7 @@ class Plan:
             if not factors:
                 free = [one for one, dim in frame.dims.items() if not dim.fixed]
                 can = f"it can be cut along {', '.join(free)}" if free else "it cannot be cut, only replicated"
-                raise CutError(f"{part} has no dim {name!r}; {can}")
+                raise CutError(f"{part} has no dim {quoted(name)}; {can}")
             inner = 1
             for one in factors[1:]:
                 inner *= frame.dims[one].size
@@ -478,17 +497,17 @@ def _several(targets: Target | Iterable[Target]) -> Iterator[Op | Part | str]:
         for one in targets:
             yield from _several(one)
     else:
-        raise InputError(f"name an op, a part, or a list of them, not {targets!r}")
+        raise InputError(f"name an op, a part, or a list of them, not {quoted(targets)}")
 
 
 def _whole(value: object, what: str) -> int:
     found = whole(value)
     if found is None:
-        raise InputError(f"{what} must be a whole number, not {value!r}")
+        raise InputError(f"{what} must be a whole number, not {quoted(value)}")
     return found
 
 
 def _wholes(values: object, what: str) -> list[int]:
     if not isinstance(values, Iterable) or isinstance(values, str):
-        raise InputError(f"{what} must be a list of whole numbers, one for each part, not {values!r}")
+        raise InputError(f"{what} must be a list of whole numbers, one for each part, not {quoted(values)}")
     return [_whole(value, f"each of {what}") for value in values]

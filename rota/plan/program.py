@@ -17,6 +17,7 @@ from rota.graph.refine import Refined
 from rota.plan.box import Box
 from rota.plan.layout import Layout, Step
 from rota.plan.microbatches import Microbatches
+from rota.whole import at_least
 
 if TYPE_CHECKING:
     from rota.plan.costs import Costs
@@ -198,8 +199,11 @@ class Program:
 
     def run_local(self, batch: Any, *, state: Mapping[str, Any], seed: int = 0, step: int = 0) -> Any:
         """Run one step of all devices in this process; the outcome has outputs, gradients and buffers, whole."""
+        from rota.runtime.device_run import check_values
         from rota.runtime.in_process import InProcess
 
+        seed, step = (at_least(value, 0, name) for name, value in (("seed", seed), ("step", step)))
+        check_values(self, state, batch)
         return InProcess(self, state, seed=seed).run(batch, step=step)
 
     def simulate(self, costs: Costs | None = None) -> Simulation:

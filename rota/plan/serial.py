@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Literal
@@ -21,10 +22,11 @@ from rota.graph.rewrite import repeated
 from rota.plan.box import WHOLE_VALUE, Box, Share
 from rota.plan.compile import compile_plan
 from rota.plan.layout import Piece, Step
-from rota.plan.plan import At, Part, Plan
+from rota.plan.plan import At, Part, Plan, check_graph
 from rota.plan.program import FlowInfo, Node, Program, Segment, Value
 
 _VERSION = 2
+_SHARE = re.compile(r"[0-9]{1,400}(/[0-9]{1,400})?")
 _MOST = 200
 """Characters of what is told of an error or of a value."""
 
@@ -42,6 +44,9 @@ def to_json(program: Program) -> str:
 
 def from_json(text: str, graph: Graph, refined: Refined | None = None) -> Program:
     """The program that `to_json` was given, for the same graph."""
+    check_graph(graph)
+    if not isinstance(text, str | bytes | bytearray):
+        raise InputError(f"a program is read from the text that to_json made, not from {type(text).__name__}")
     try:
         data = json.loads(text)
         version, of_graph = data["version"], data["graph"]
@@ -207,6 +212,8 @@ def _read_box(data: list[Any]) -> Box:
 
 
 def _read_share(low: str, high: str) -> Share:
+    if not _SHARE.fullmatch(low) or not _SHARE.fullmatch(high):  # Python would compute what 1e1000000000 is
+        raise ValueError(f"{_cut(repr(low))} to {_cut(repr(high))} is no share")
     share = Fraction(low), Fraction(high)
     return WHOLE_VALUE if share == WHOLE_VALUE else share
 

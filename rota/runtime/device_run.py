@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rota.errors import InputError
-from rota.graph.batch import tensors_of
+from rota.graph.batch import leaves_of, tensors_of
 from rota.graph.part import Place
 from rota.graph.positional import step_key
 from rota.plan.box import Box
@@ -284,12 +284,25 @@ def check_state(
         if not isinstance(state, Mapping) or name not in state:
             raise InputError(f"the state has no {name}, which the program keeps on device {layout[0].device}")
         tensor, given = program.refined.graph.tensors[name], state[name]
+        if not isinstance(given, torch.Tensor):
+            raise InputError(f"the state's {name} must be a tensor, not {type(given).__name__}")
         if tuple(given.shape) != tensor.shape or str(given.dtype) != f"torch.{tensor.dtype}":
             raise InputError(
                 f"the state's {name} is {given.dtype} {list(given.shape)}, and the program was compiled for "
                 f"torch.{tensor.dtype} {list(tensor.shape)}"
             )
     return state
+
+
+def check_values(program: Program, state: Mapping[str, torch.Tensor], batch: Any) -> None:
+    """InputError for a state or a batch without the numbers that a step computes with."""
+    found = check_state(program, state)
+    held = [(f"the state's {name}", found[name]) for name in program.stored]
+    for where, one in [*held, *((where, leaf) for where, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))]:
+        if one.is_meta:
+            raise InputError(f"{where} is on the meta device and has no numbers; give a tensor that has")
+        if one.layout is not torch.strided:
+            raise InputError(f"{where} is {one.layout}; give a dense tensor, as .to_dense() makes it")
 
 
 def is_owned(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from rota.strategies.mesh import Product, Recipe
 from rota.strategies.pipeline import pipeline
 from rota.strategies.single import single
 from rota.strategies.tensor import tensor
-from rota.strategies.zero import Zero, zero
+from rota.strategies.zero import Stage, Zero, zero
 
 AXES = ("data", "zero", "tensor", "pipeline", "dap")
 """What a degree can be fixed of; "data" is the number of replicas, stored whole or, by zero, cut."""
@@ -145,7 +145,7 @@ class _Options:
             yield None
             return
         yield data(degree)
-        stages = (1, 2, 3) if axes == 1 else (2, 3) if axes == 2 else ()
+        stages: tuple[Stage, ...] = (1, 2, 3) if axes == 1 else (2, 3) if axes == 2 else ()
         yield from (zero(degree, stage=stage) for stage in stages)
 
     def _columns(self, degree: int, looks: Iterable[tuple[bool, bool]]) -> Iterator[Recipe | None]:

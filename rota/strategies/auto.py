@@ -17,6 +17,10 @@ class Auto:
     memory: str | int | None = None
     """Of each device, such as "4GiB"; as much as it takes if not given."""
 
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            parse_bytes(self.memory, what="auto: memory")
+
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """The plan of the best candidate; FitError if none fits."""
         from rota.search.search import search  # it searches over the strategies of this folder

@@ -17,8 +17,10 @@ from dataclasses import is_dataclass, replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from rota.errors import InputError
+from rota.given import quoted
 from rota.graph.graph import Graph
 from rota.plan.plan import Plan
+from rota.written import parsed
 
 ENTRY_POINTS = "rota.strategies"
 
@@ -77,41 +79,37 @@ def of_users() -> dict[str, Strategy]:
 
 def find(text: str) -> Strategy:
     """The strategy that a name, a call or a product of them describes."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise InputError(
-            f"the strategy {text!r} cannot be read; write a name such as tensor, or data(2) * tensor(2)"
-        ) from None
-    return _made(tree, text)
+    return _made(parsed(text))
 
 
-def _made(tree: ast.expr, text: str) -> Strategy:
+def _made(tree: ast.expr) -> Strategy:
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult):
-        left, right = _made(tree.left, text), _made(tree.right, text)
+        left, right = _made(tree.left), _made(tree.right)
         if not hasattr(left, "__mul__") or not hasattr(right, "__mul__"):
             alone = tree.left if not hasattr(left, "__mul__") else tree.right
-            raise InputError(f"the strategy {ast.unparse(alone)} stands alone; it cannot be multiplied with another")
+            raise InputError(
+                f"the strategy {quoted(ast.unparse(alone))} stands alone; it cannot be multiplied with another"
+            )
         product: Strategy = left * right
         return product
     if isinstance(tree, ast.Name):
         return _call(tree.id, (), {})
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-        if any(one.arg is None for one in tree.keywords):
-            raise InputError(f"the knobs of {ast.unparse(tree)} must be given by name")
-        try:
-            args = [ast.literal_eval(one) for one in tree.args]
-            knobs = {one.arg: ast.literal_eval(one.value) for one in tree.keywords if one.arg is not None}
-        except ValueError:
-            raise InputError(f"the knobs of {ast.unparse(tree)} must be plain values") from None
-        return _call(tree.func.id, args, knobs)
-    raise InputError(f"the strategy {text!r} cannot be read; write a name such as tensor, or data(2) * tensor(2)")
+    assert isinstance(tree, ast.Call)
+    assert isinstance(tree.func, ast.Name)
+    if any(one.arg is None for one in tree.keywords):
+        raise InputError(f"the knobs of {quoted(ast.unparse(tree))} must be given by name")
+    try:
+        args = [ast.literal_eval(one) for one in tree.args]
+        knobs = {one.arg: ast.literal_eval(one.value) for one in tree.keywords if one.arg is not None}
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise InputError(f"the knobs of {quoted(ast.unparse(tree))} must be plain values") from None
+    return _call(tree.func.id, args, knobs)
 
 
 def _call(name: str, args: Any, knobs: Any) -> Strategy:
     known = names()
     if name not in known:
-        raise InputError(f"there is no strategy {name!r}; choose one of {', '.join(known)}")
+        raise InputError(f"there is no strategy {quoted(name)}; choose one of {', '.join(known)}")
     try:
         return _FACTORIES[name](*args, **knobs)
     except TypeError as error:

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from rota.errors import InputError
+from rota.given import check_amounts, check_fields
 from rota.graph.graph import Graph, Op
 from rota.graph.refine import Refined, refine
 from rota.plan.plan import Part, Plan, check_graph
@@ -154,11 +155,9 @@ class Recipe:
     """How the work is divided between the places of its axis; evenly if not given."""
 
     def __post_init__(self) -> None:
-        if self.shares is not None and not all(share > 0 for share in self.shares):
-            raise InputError(f"{_name(self)}: shares must be positive, not {self.shares}")
-        for what, given in (("degree", self.degree), ("microbatches", self.microbatches)):
-            if given is not None:
-                object.__setattr__(self, what, positive(given, f"{_name(self)}: {what}"))
+        check_fields(self, _name(self))
+        if self.shares is not None:
+            check_amounts(self.shares, f"{_name(self)}: shares")
 
     def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """The same computation in ops that it can cut; the graph itself if it needs no others.

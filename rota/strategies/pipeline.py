@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from rota.errors import InputError
+from rota.given import check_amounts
 from rota.graph.cost import element_bytes, work_of
 from rota.graph.graph import Op
 from rota.plan.plan import At, Plan
 from rota.strategies.base import register
 from rota.strategies.mesh import Choice, Copy, Mesh, Pin, Recipe
 from rota.strategies.turns import turning_ops
-from rota.whole import positive
 
 Order = Literal["1f1b", "gpipe", "interleaved"]
 
@@ -41,17 +41,19 @@ class Pipeline(Recipe):
     seconds: tuple[float, ...] | None = field(default=None, repr=False)
     """The measured cost of each op; estimated if not given."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seconds is not None:
+            check_amounts(self.seconds, "pipeline: seconds", least=0.0)
+
     def default_microbatches(self, samples: int, degree: int) -> int:
         """Enough that filling and draining the stages is a small part of the step."""
         return max(1, min(samples, 4 * degree)) if degree > 1 else 1
 
     def begin(self, plan: Plan, degree: int) -> _Stages:
         """Refused if there are fewer ops than stages."""
-        positive(self.chunks, "pipeline: chunks")
         if self.seconds is not None and len(self.seconds) != len(plan.graph.ops):
             raise InputError(f"seconds has {len(self.seconds)} numbers, and the graph {len(plan.graph.ops)} ops")
-        if self.order not in ("1f1b", "gpipe", "interleaved"):
-            raise InputError(f"a pipeline has the orders 1f1b, gpipe and interleaved, not {self.order!r}")
         return _Stages(plan, degree, self)
 
 

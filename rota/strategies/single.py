@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rota.given import check_fields
 from rota.graph.graph import Graph
 from rota.plan.plan import Plan
 from rota.strategies.base import register
@@ -14,6 +15,9 @@ class Single:
     """No op is cut, and device 0 runs them all."""
 
     microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "single")
 
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """A plan on one device."""

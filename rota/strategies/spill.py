@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from rota.errors import InputError
+from rota.given import check_fields
 from rota.graph.graph import Graph, Role
 from rota.memory.shards import Shard, cut_into_shards
 from rota.plan.box import Box
 from rota.plan.plan import Plan
 from rota.strategies.base import register
 from rota.strategies.data import Data, data
-from rota.whole import positive
 
 Activations = Literal["auto", "keep", "spill", "recompute"]
 _USUAL_SHARDS = 16
@@ -34,6 +34,9 @@ class Spill:
 
     spills = True
     """It runs in less memory than its plan needs."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "spill")
 
     @property
     def fixed_devices(self) -> int | None:
@@ -109,10 +112,6 @@ def shards_of(graph: Graph, count: int) -> tuple[Shard, ...]:
 
 def spill(*, shards: int | None = None, activations: Activations = "auto") -> Spill:
     """One device, with shards of the model in memory when they are needed and on disk when they are not."""
-    if shards is not None:
-        shards = positive(shards, "spill: shards")
-    if activations not in get_args(Activations):
-        raise InputError(f"spill: activations must be one of {', '.join(get_args(Activations))}, not {activations!r}")
     return Spill(shards=shards, activations=activations)
 
 

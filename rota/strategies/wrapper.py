@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rota.errors import InputError
+from rota.given import check_fields
 from rota.graph.graph import Graph
 from rota.plan.plan import Plan
 from rota.strategies.base import register
@@ -23,6 +24,9 @@ class Wrapper:
     kind: Literal["ddp", "fsdp2"]
     find_unused: bool = False
     """For DistributedDataParallel: whether a step may leave parameters unused."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "torch_ddp" if self.kind == "ddp" else "torch_fsdp2")
 
     def __call__(self, graph: Graph, devices: int) -> Plan:
         """There is none."""

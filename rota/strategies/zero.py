@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from rota.errors import InputError
 from rota.graph.graph import Graph, Op
 from rota.graph.part import reads_of
 from rota.graph.rules import occurrences
@@ -18,13 +17,15 @@ from rota.strategies.data import Samples
 from rota.strategies.dims import layer_name, layers_of
 from rota.strategies.mesh import Choice, Mesh, Recipe
 
+Stage = Literal[1, 2, 3]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Zero(Recipe):
     """Stage 1 and 2 keep gathered parameters for a step; stage 3 (FSDP) gathers them for each layer and pass."""
 
     balances: ClassVar[bool] = True
-    stage: int = 3
+    stage: Stage = 3
 
     def prepare(self, graph: Graph, degree: int, *, whole: bool) -> Graph:
         """With a loss for which no device has to wait before its backward pass."""
@@ -32,8 +33,6 @@ class Zero(Recipe):
 
     def begin(self, plan: Plan, degree: int) -> _Stored:
         """Refused as data parallelism is."""
-        if self.stage not in (1, 2, 3):
-            raise InputError(f"zero has the stages 1, 2 and 3, not {self.stage}")
         return _Stored(plan, degree, self.stage, self.shares)
 
 
@@ -109,7 +108,7 @@ def _pieces(box: Box, parts: int) -> list[Box]:
     return list(box.split(dim, even_widths(shape[dim], parts)))
 
 
-def zero(degree: int | None = None, *, stage: int = 3, microbatches: int | None = None) -> Zero:
+def zero(degree: int | None = None, *, stage: Stage = 3, microbatches: int | None = None) -> Zero:
     """Data parallelism with stored parameters cut; stage 3 is FSDP."""
     return Zero(degree=degree, stage=stage, microbatches=microbatches)
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -65,6 +66,29 @@ def test_a_program_of_another_graph_is_refused():
     for text in ("nonsense", "[]", "[" * 100_000):
         with pytest.raises(InputError, match="not a program"):
             from_json(text, graphs[0])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"devices":2', '"devices":2000000000'),
+        ('"devices":2', '"devices":100000'),
+        ('"microbatches":2', '"microbatches":2000000000'),
+        ('["0","1"]', '["0","1e1000000000"]'),
+    ],
+)
+def test_a_number_that_would_take_all_memory_is_refused(old, new):
+    specimen = zoo.make("mixture", batch=4)
+    graph = capture(specimen.model, specimen.batch, specimen.loss)
+    text = data_plan(graph, microbatches=2).compile().to_json()
+    assert old in text
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="altered or damaged"):
+            from_json(text.replace(old, new), graph)
+        assert tracemalloc.get_traced_memory()[1] < 50 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_there_is_a_program_for_every_shape_and_mode():

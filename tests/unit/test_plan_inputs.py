@@ -153,6 +153,44 @@ class TestBatches:
         with pytest.raises(InputError, match="weight"):
             program.run_local({"a": self.x, "b": self.x, "scale": 2.0}, state=state)
 
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda state, batch: state | {"weight": "x"}, "the state's weight must be a tensor, not str"),
+            (lambda state, batch: state | {"weight": state["weight"].to("meta")}, "weight is on the meta device"),
+            (lambda state, batch: state | {"weight": state["weight"].double()}, "weight is torch.float64"),
+            (lambda state, batch: state | {"weight": state["weight"][0]}, "weight is torch.float32 [8]"),
+            (lambda state, batch: state | {"weight": state["weight"].detach().to_sparse()}, "give a dense tensor"),
+            (
+                lambda state, batch: batch.update(a=batch["a"].to("meta")) or state,
+                "the batch['a'] is on the meta device",
+            ),
+        ],
+    )
+    def test_a_state_or_batch_that_cannot_be_computed_with_is_refused(self, program, change, says, refused):
+        batch = {"a": self.x, "b": self.x, "scale": 2.0}
+        state = change(state_of(self.model), batch)
+        assert says in refused(program.run_local, batch, state=state)
+
+    def test_seed_and_step_are_whole_numbers(self, program, refused):
+        batch, state = {"a": self.x, "b": self.x, "scale": 2.0}, state_of(self.model)
+        assert "seed must be a whole number" in refused(program.run_local, batch, state=state, seed="x")
+        assert "step must be a whole number" in refused(program.run_local, batch, state=state, step=-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "says"),
+    [
+        (None, square, "must be a torch.nn.Module, not NoneType"),
+        (nn.Linear, square, "Linear is a class; make one of it first"),
+        (nn.Linear(8, 8), None, "the loss must be a function, not NoneType"),
+        (nn.Linear(8, 8), nn.MSELoss(), "MSELoss takes predictions and targets"),
+        (nn.Linear(8, 8), lambda batch: 0, "loss is called with the model and the batch"),
+    ],
+)
+def test_what_cannot_be_a_model_or_a_loss_is_refused(model, loss, says, refused):
+    assert says in refused(rota.capture, model, torch.randn(6, 8), loss)
+
 
 class TestPlans:
     """The methods of a plan look at what they are given."""
@@ -199,6 +237,28 @@ class TestPlans:
             (lambda plan: rota.Plan(nn.Linear(2, 2), devices=2), "rota.capture(model, batch, loss)"),
             (lambda plan: find("data")(nn.Linear(2, 2), 2), "rota.capture(model, batch, loss)"),
             (lambda plan: find("coshard(2)")(nn.Linear(2, 2), 1), "rota.capture(model, batch, loss)"),
+            (lambda plan: rota.Plan(plan.graph, backward="no"), "backward must be True or False, not 'no'"),
+            (lambda plan: rota.Plan(plan.graph, devices=2_000_000_000), "at most 65536 devices"),
+            (lambda plan: plan.ops(kind=5), "the kind of ops must be a text, not 5"),
+            (lambda plan: plan.ops(name=["0.linear"]), "the name of ops must be a text"),
+            (lambda plan: plan.split("0.linear", ["n"], 2), "the dim to split 0.linear along must be a text"),
+            (lambda plan: plan.store("0.weight", ()), "say where 0.weight is stored"),
+            (lambda plan: plan.store("0.weight", {}), "say where 0.weight is stored"),
+            (lambda plan: plan.store(["0.weight"], {}), "the name of a parameter must be a text"),
+            (lambda plan: plan.compile(reference="x"), "reference must be True or False"),
+            (
+                lambda plan: plan.order(At(part=plan.parts("0.linear")[0], microbatch="x"), before="2.linear"),
+                "no micro-batch 'x'",
+            ),
+            (
+                lambda plan: plan.order(At(part=plan.parts("0.linear")[0], backward="no"), before="2.linear"),
+                "must be True or False",
+            ),
+            (lambda plan: from_json(plan.compile().to_json(), None), "rota.capture(model, batch, loss)"),
+            (lambda plan: from_json(plan.compile().to_json(), nn.Linear(2, 2)), "rota.capture(model, batch, loss)"),
+            (lambda plan: from_json(None, plan.graph), "not from NoneType"),
+            (lambda plan: find(None), "the strategy None cannot be read"),
+            (lambda plan: find(5), "the strategy 5 cannot be read"),
             (lambda plan: find("data")(plan.graph, "2"), "a whole number of at least 1, not '2'"),
             (
                 lambda plan: find("coshard(1)")(narrow(), 1),

@@ -108,6 +108,45 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones(refused):
     assert all(name in sentence for name in names())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor(sequence='x')",
+        "tensor(vocabulary=5)",
+        "tensor(sequence=None)",
+        "zero(stage=True)",
+        "zero(stage=4)",
+        "zero(stage='3')",
+        "data(True)",
+        "data(2.0)",
+        "data(microbatches=0)",
+        "single(microbatches='2')",
+        "pipeline(order='x')",
+        "pipeline(order=[])",
+        "pipeline(chunks=0)",
+        "pipeline(seconds='12')",
+        "pipeline(seconds=(1.0, 'x'))",
+        "pipeline(seconds=(-1.0,))",
+        "recycled(order=1)",
+        "coshard(1.5)",
+        "spill(shards=True)",
+        "spill(activations='x')",
+        "torch_ddp(find_unused=1)",
+        "auto(memory='x')",
+        "auto(memory=True)",
+    ],
+)
+def test_a_knob_of_another_type_or_range_is_refused_when_the_strategy_is_made(text, refused):
+    sentence = refused(find, text)
+    assert "must be" in sentence or "is not a size" in sentence
+    assert len(sentence) < 200
+
+
+def test_a_long_text_is_quoted_in_part(refused):
+    for text in ("(" * 500, "x" * 500, "tensor(" + "a" * 500 + ")", f"tensor(sequence={'y' * 300!r})"):
+        assert len(refused(find, text)) < 400
+
+
 def test_a_name_is_registered_once():
     with pytest.raises(InputError, match="already a strategy named 'data'"):
         register("data", lambda: None)

@@ -31,7 +31,7 @@ NOT_COUNTS = [0, -1, 1.0, 2.5, True, False, "3", math.nan, [1]]
 )
 def test_a_name_that_cannot_be_a_folder_is_refused_and_quoted(name, make_task, refused):
     sentence = refused(make_task, name)
-    assert repr(name) in sentence
+    assert repr(name)[:50] in sentence
     assert "letters, digits" in sentence
     assert "folder" in sentence
 
@@ -39,6 +39,14 @@ def test_a_name_that_cannot_be_a_folder_is_refused_and_quoted(name, make_task, r
 @pytest.mark.parametrize("name", ["a", "7", "A" * 128, "gpt-d2-lr0.001", "lr=1e-3,depth=2", "a.b_c+d@e", "a..b"])
 def test_a_name_of_letters_digits_and_safe_signs_is_kept(name, make_task):
     assert make_task(name).name == name
+
+
+@pytest.mark.parametrize("name", ["a" * 500, "( " * 500])
+def test_of_a_long_text_only_the_beginning_and_the_end_are_quoted(name, make_task, refused):
+    assert len(refused(make_task, name)) < 300
+    assert len(refused(make_task, "a" * 128, steps=name)) < 300
+    assert len(refused(make_task, "a" * 128, balance=name)) < 300
+    assert len(refused(make_task, "a" * 128, strategy=name + "(")) < 300
 
 
 # ---- how long ----
@@ -219,7 +227,38 @@ def test_tasks_and_data_are_frozen_and_take_keywords_only(cls, make_task):
         cls("a")
 
 
+@pytest.mark.parametrize(
+    "strategy", ["", "zz(", "a + b", "(" * 500, "tensor\0", "-" * 100_000, torch.nn.Linear, torch.nn.ReLU(), 5]
+)
+def test_what_no_strategy_can_be_is_refused_when_the_task_is_made(strategy, make_task, refused):
+    sentence = refused(make_task, "gpt", strategy=strategy)
+    assert sentence.startswith("task 'gpt': ")
+    assert "strategy" in sentence
+    assert len(sentence) < 250
+
+
+def test_a_factory_of_strategies_is_no_strategy(make_task, refused):
+    from rota.strategies import tensor
+
+    assert "strategy is called with the graph and the devices" in refused(make_task, strategy=tensor)
+
+
+def test_a_name_that_may_be_registered_later_is_taken(make_task):
+    assert make_task(strategy="mine(2) * data").strategy == "mine(2) * data"
+
+
+@pytest.mark.parametrize("value", [5, ["a"], None])
+def test_settings_are_names_and_values(value, make_task, refused):
+    assert "settings must be a dict" in refused(make_task, settings=value)
+
+
 # ---- data ----
+
+
+@pytest.mark.parametrize("field", ["shuffle", "drop_last"])
+@pytest.mark.parametrize("value", ["no", 1, None, np.True_])
+def test_a_flag_of_data_is_true_or_false(field, value, refused):
+    assert f"rota.Data: {field} must be True or False" in refused(Data, train=[1], batch_size=1, **{field: value})
 
 
 class Squares(Dataset):
