@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from rota.errors import TaskError
 from rota.runtime.executor import Parts, Weights, check_loss, numbers_of, outputs_of, weights_of
 from rota.runtime.gang import Gang, talking
-from rota.runtime.shares import makeup_of, share_of
+from rota.runtime.shares import Lookout, share_of
 from rota.strategies.wrapper import Wrapper
 
 
@@ -24,7 +24,7 @@ class Wrapped:
     """A model inside of PyTorch's wrapper. Each process computes its share of the samples.
 
     The loss of the whole batch is taken as the mean of the shares' losses, weighted by their samples, or as their sum:
-    the first batch says which, or that the loss is neither.
+    the batches that are compared with one device say which, or that the loss is neither.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Wrapped:
         self._gang = gang
         self._wrapper = wrapper
         self._names = {id(p): name for name, p in parts.model.named_parameters()}
-        self._makeup = makeup_of(parts, batch, gang=gang, strategy=str(wrapper), notice=notice)
+        self._lookout = Lookout(parts, batch, gang=gang, strategy=str(wrapper), notice=notice)
         with talking():
             if wrapper.kind == "ddp":
                 self._run: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(
@@ -87,12 +87,13 @@ class Wrapped:
 
     def backward(self, batch: Any, *, number: int) -> dict[str, float]:
         """This process's share; the wrapper averages gradients over processes."""
+        self._lookout.look(batch)
         share, samples, total = share_of(batch, rank=self._gang.rank, size=self._gang.size)
         outputs = outputs_of(self._parts, self._run, share)
         loss = outputs["loss"]
         check_loss(loss)
         # The wrapper divides by the number of processes; shares of a batch that does not divide differ in size.
-        part = self._makeup.part("loss", samples, total)
+        part = self._lookout.makeup.part("loss", samples, total)
         weight = part * self._gang.size / self._parts.task.accumulate
         with talking():
             (loss * weight).backward()
@@ -113,7 +114,7 @@ class Wrapped:
             return numbers_of(outputs_of(self._parts, module, batch))
 
     def _whole(self, mine: dict[str, float], samples: int, total: int) -> dict[str, float]:
-        parts = [value * self._makeup.part(name, samples, total) for name, value in mine.items()]
+        parts = [value * self._lookout.makeup.part(name, samples, total) for name, value in mine.items()]
         weighted = torch.tensor(parts, dtype=torch.float64)
         return dict(zip(mine, self._gang.sum(weighted).tolist(), strict=True))
 

@@ -136,7 +136,7 @@ CASES = {
 RANK = (
     CASES
     + r"""
-import json, random, sys
+import gc, json, random, sys
 from pathlib import Path
 
 import numpy as np
@@ -181,7 +181,7 @@ for name in CASES:
         shares.has_room_for = lambda size_bytes: False
     try:
         made = shares.makeup_of(parts, BATCH, gang=gang, strategy="torch_ddp", notice=notices.append)
-        told = {"sums": sorted(made.sums)}
+        told = {"sums": sorted((made or shares.Makeup()).sums)}
     except TaskError as error:
         told = {"refused": str(error)}
     shares.has_room_for = has_room
@@ -203,6 +203,52 @@ for kind in ("torch_ddp", "torch_fsdp2"):
         far = max(float((weights.model[key] - value).detach().abs().max()) for key, value in expected.items())
         off = max(abs(a[key] - b[key]) for a, b in zip(rows[::2], rows[1::2]) for key in a if key != "top")
         found[kind] = [far, off]
+def ignoring(model, batch):
+    made = model(batch)
+    return F.cross_entropy(made[:, None].expand(-1, 3, -1).flatten(0, 1), batch["padded"].flatten())
+
+
+def weighted(model, batch):
+    found = F.cross_entropy(model(batch), batch["y"], reduction="none")
+    return (found * batch["weights"]).sum() / batch["weights"].sum()
+
+
+def keeping(model, batch):
+    model.kept = model(batch)  # it cannot be copied after a step
+    return F.cross_entropy(model.kept[:, None].expand(-1, 3, -1).flatten(0, 1), batch["padded"].flatten())
+
+
+WHOLE = PADDED.clamp(min=0)
+ONES, STEEP = torch.ones(7), torch.arange(1.0, 8.0)
+CASES |= {
+    "padded later": (small(nn.Dropout(0.5)), ignoring, ""),
+    "padded later and keeps what it made": (small(), keeping, ""),
+    "weighted later": (small(), weighted, ""),
+    "a mean throughout": (small(), mean, ""),
+}
+LATER = {
+    "padded later": [{"padded": WHOLE}] * 4 + [{"padded": PADDED}],
+    "padded later and keeps what it made": [{"padded": WHOLE}] * 4 + [{"padded": PADDED}],
+    "weighted later": [{"weights": ONES}] * 3 + [{"weights": STEEP}],
+    "a mean throughout": [{"padded": WHOLE}, {"padded": PADDED}, {"weights": STEEP}],
+}
+for kind in ("torch_ddp", "torch_fsdp2"):
+    for name, changes in LATER.items():
+        torch.manual_seed(0)
+        parts, notices, told = parts_of(name), [], {"refused": "", "steps": 0}
+        batches = [UserDict(x=X, y=Y, padded=WHOLE, weights=ONES) | change for change in changes]
+        executor = find(kind).execute(parts, batches[0], gang=gang, notice=notices.append)
+        try:
+            for number, batch in enumerate(batches):
+                executor.zero_grad()
+                executor.backward(batch, number=number)
+                executor.update()
+                told["steps"] += 1
+        except TaskError as error:
+            told["refused"] = str(error)
+        found[f"{kind}, {name}"] = told | {"notices": notices}
+        del executor, parts
+        gc.collect()  # what is wrapped ends before the processes part
 gang.part()
 if rank == 0:
     Path(sys.argv[4]).write_text(json.dumps(found))
@@ -270,3 +316,23 @@ def test_a_sum_trains_as_on_one_device(found, kind):
 def test_what_was_not_checked_and_what_is_random_is_told(found, name, words):
     (notice,) = found[name]["notices"]
     assert words in notice
+
+
+LATER = {
+    "padded later": "on batch 5 the loss of all samples is",
+    "padded later and keeps what it made": "on batch 5 the loss of all samples is",
+    "weighted later": "on batch 4 the loss of all samples is",
+    "a mean throughout": "",
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["torch_ddp", "torch_fsdp2"])
+@pytest.mark.parametrize("name", LATER)
+def test_a_loss_that_is_a_mean_on_the_first_batch_only_is_refused_where_it_is_none(found, kind, name):
+    told, words = found[f"{kind}, {name}"], LATER[name]
+    assert words in told["refused"]
+    assert bool(words) == bool(told["refused"])
+    assert told["steps"] == {"weighted later": 3, "a mean throughout": 3}.get(name, 4)
+    assert sum("compared are also the batches 2, 4, 8, ..." in one for one in told["notices"]) == 1
+    assert len(told["notices"]) == len(set(told["notices"]))
