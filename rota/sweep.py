@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.errors import InputError
+from rota.given import quoted, text
 from rota.task import NAME_RULE, Task, is_safe_name
 
 
@@ -24,8 +25,8 @@ class Sweep:
         if isinstance(self.tasks, Task) or not isinstance(self.tasks, Iterable):
             raise InputError(f"a sweep's tasks must be a list of rota.Task, not {type(self.tasks).__name__}")
         object.__setattr__(self, "tasks", tuple(self.tasks))
-        if self.name and not is_safe_name(self.name):
-            raise InputError(f"sweep name {self.name!r} cannot be used; {NAME_RULE}")
+        if text(self.name, "a sweep's name") and not is_safe_name(self.name):
+            raise InputError(f"sweep name {quoted(self.name)} cannot be used; {NAME_RULE}")
         if not self.tasks:
             raise InputError("the sweep has no tasks; give at least one")
         seen: dict[str, Task] = {}
@@ -35,7 +36,7 @@ class Sweep:
             # Two folders that differ only in case are one folder on some file systems.
             if task.name.casefold() in seen:
                 raise InputError(
-                    f"two tasks are named {task.name!r}; put what distinguishes them into the name, "
+                    f"two tasks are named {quoted(task.name)}; put what distinguishes them into the name, "
                     'for example name=f"gpt-lr{lr:g}"'
                 )
             seen[task.name.casefold()] = task
@@ -51,7 +52,7 @@ class Sweep:
             if task.name == name:
                 return task
         known = ", ".join(task.name for task in self.tasks[:6])
-        raise InputError(f"the sweep has no task {name!r}; it has {known}{', ...' if len(self) > 6 else ''}")
+        raise InputError(f"the sweep has no task {quoted(name)}; it has {known}{', ...' if len(self) > 6 else ''}")
 
 
 def grid(task: Callable[..., Task], **axes: Iterable[Any]) -> Sweep:
@@ -64,7 +65,7 @@ def grid(task: Callable[..., Task], **axes: Iterable[Any]) -> Sweep:
     values: dict[str, list[Any]] = {}
     for name, axis in axes.items():
         if isinstance(axis, str) or not isinstance(axis, Iterable):
-            raise InputError(f"rota.grid: {name} must be a list of values; write {name}=[{axis!r}]")
+            raise InputError(f"rota.grid: {name} must be a list of values; write {name}=[{quoted(axis)}]")
         values[name] = list(axis)
         if not values[name]:
             raise InputError(f"rota.grid: {name} has no values; give at least one")
@@ -74,7 +75,7 @@ def grid(task: Callable[..., Task], **axes: Iterable[Any]) -> Sweep:
 
 def _call(function: Callable[..., Task], point: dict[str, Any]) -> Task:
     name = getattr(function, "__name__", "task")
-    call = f"{name}({', '.join(f'{key}={value!r}' for key, value in point.items())})"
+    call = f"{name}({', '.join(f'{key}={quoted(value)}' for key, value in point.items())})"
     try:
         made = function(**point)
     except InputError:

@@ -9,6 +9,7 @@ import psutil
 
 from rota.cluster.device import Cluster, Device, parse_bytes, said
 from rota.errors import InputError, TooFewDevicesError, TooLittleMemoryError
+from rota.whole import positive, quoted
 
 # What the controller, the page cache and the rest of the machine keep for themselves.
 _HOST_SHARE = 0.1
@@ -23,11 +24,9 @@ def local(
     compute on each CPU device (one on each of its cores); with the same number, results are the same to the last digit.
     """
     if kind not in (None, "cpu", "cuda"):
-        raise InputError(f"rota.local: kind {kind!r} is unknown; it can be 'cpu' or 'cuda'")
-    if devices is not None and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
-        raise InputError(f"rota.local: devices must be a whole number of at least 1, not {devices!r}")
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise InputError(f"rota.local: threads must be a whole number of at least 1, not {threads!r}")
+        raise InputError(f"rota.local: kind {quoted(kind)} is unknown; it can be 'cpu' or 'cuda'")
+    devices = None if devices is None else positive(devices, "rota.local: devices")
+    threads = None if threads is None else positive(threads, "rota.local: threads")
     memory_bytes = None if memory is None else parse_bytes(memory, what="rota.local: memory")
     gpus = _cuda_devices() if kind != "cpu" else ()
     if kind == "cuda" and not gpus:

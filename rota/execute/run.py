@@ -29,6 +29,7 @@ from rota.execute.policy import LongestFirst, Policy
 from rota.execute.pools import Sharing
 from rota.execute.record import RunRecord
 from rota.execute.states import RunState, TaskState
+from rota.given import check_fields, quoted, text
 from rota.refusals import advice, reason, sentence
 from rota.report.format import one_line
 from rota.report.html import write_report
@@ -44,6 +45,7 @@ from rota.store.run_folder import PROFILE_FOLDER, RunFolder, new_run_path
 from rota.store.seal import is_sealed, seal_of
 from rota.streams import open_standard
 from rota.sweep import Sweep
+from rota.written import check_readable
 
 RETRIES = 2
 """Of a task whose worker died, by default."""
@@ -80,10 +82,12 @@ class RunOptions:
     """The folder of the sweep: its Python files go to machines that do not have them."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.retries, int) or isinstance(self.retries, bool) or self.retries < 0:
-            raise InputError(f"retries must be a whole number of at least 0, not {self.retries!r}")
+        check_fields(self, "rota.run", least=0)
+        check_fields(self.asked, "rota.run", least=0)
         if self.objective not in OBJECTIVES:
-            raise InputError(f"the objective {self.objective!r} is unknown; it can be {', '.join(OBJECTIVES)}")
+            raise InputError(f"the objective {quoted(self.objective)} is unknown; it can be {', '.join(OBJECTIVES)}")
+        if self.strategy is not None:
+            check_readable(self.strategy)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise InputError(f"cluster must be a rota.Cluster such as rota.local(), not {type(self.cluster).__name__}")
 
@@ -140,16 +144,17 @@ def run(
     """
     if not isinstance(sweep, Sweep):
         raise InputError(f"rota.run needs a rota.Sweep, not {type(sweep).__name__}; make one with rota.grid(...)")
+    shards_folder = _path(shards, "shards")
     options = RunOptions(
         cluster=cluster,
-        out=Path(out) if out is not None else None,
+        out=_path(out, "out"),
         asked=Asked(
             strategy=strategy,
             objective=objective,
             profile=profile,
             retries=retries,
             strict=strict,
-            shards=None if shards is None else str(Path(shards).absolute()),
+            shards=None if shards_folder is None else str(shards_folder.absolute()),
         ),
         progress=progress,
         retry_failed=retry_failed,
@@ -160,6 +165,13 @@ def run(
     if result.state is RunState.INTERRUPTED:
         raise KeyboardInterrupt(f"the run was interrupted; run the same sweep with out={str(result.path)!r} to resume")
     return result
+
+
+def _path(given: str | Path | None, what: str) -> Path | None:
+    """A folder as the user gave it."""
+    if given is None or isinstance(given, Path):
+        return given
+    return Path(text(given, f"rota.run: {what}"))
 
 
 @dataclass(kw_only=True)
@@ -623,8 +635,8 @@ def _scheduled(
             seconds=0.0,  # a better one is searched for while the first tasks run
         )
     inside.remove(profile, inside.PROFILE)
-    for name, text in found.profile.notices:
-        controller.note(f"{name}: {text}")
+    for name, words in found.profile.notices:
+        controller.note(f"{name}: {words}")
     if found.solved is None:
         yield
         return

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+import rota
 from rota.errors import InputError
 from rota.sweep import Sweep, grid
 
@@ -28,6 +29,38 @@ def test_a_sweep_keeps_the_order_of_its_tasks_and_finds_them_by_name(make_task):
     assert list(sweep) == tasks
     assert len(sweep) == 3
     assert sweep["a"] is tasks[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("progress", "no"),
+        ("retry_failed", 1),
+        ("allow_changes", "yes"),
+        ("profile", 0),
+        ("strict", "no"),
+        ("retries", -1),
+        ("retries", True),
+        ("storage", 5),
+        ("out", 5),
+        ("shards", 5),
+        ("strategy", 5),
+        ("strategy", "zz("),
+        ("objective", "x" * 500),
+        ("cluster", "local"),
+    ],
+)
+def test_an_option_of_a_run_that_is_none_is_refused_before_anything_starts(option, value, make_task, refused):
+    sentence = refused(rota.run, Sweep(tasks=[make_task("a")]), **{option: value})
+    assert option in sentence
+    assert len(sentence) < 300
+
+
+@pytest.mark.parametrize("options", [{"devices": "2"}, {"devices": True}, {"memory": 5.5}, {"address": 5}])
+def test_devices_of_another_type_are_refused(options, refused):
+    assert next(iter(options)) in refused(rota.ray, **options)
+    if "address" not in options:
+        assert next(iter(options)) in refused(rota.local, **options)
 
 
 def test_a_sweep_needs_a_task(refused):
@@ -65,7 +98,7 @@ def test_one_task_without_a_list_is_refused(make_task, refused):
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/abs", "..", "a" * 300, 7])
 def test_a_sweep_name_that_cannot_be_a_folder_is_refused(name, make_task, refused):
-    assert repr(name) in refused(Sweep, tasks=[make_task()], name=name)
+    assert repr(name)[:50] in refused(Sweep, tasks=[make_task()], name=name)
 
 
 def test_an_unknown_task_is_an_input_error_that_lists_some_known_ones(make_task, refused):
