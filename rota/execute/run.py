@@ -618,8 +618,8 @@ def _scheduled(
     profile = Path(record.shards[0] if record.shards else folder.path) / PROFILE_FOLDER
     begin_s = backend.now_s()
     deadlines = {task.name: record.begin_s + task.deadline_s for task in pending if task.deadline_s is not None}
-    for text in cache_trouble():
-        controller.note(text)
+    for trouble in cache_trouble():
+        controller.note(trouble)
     with profile_progress() if options.progress else contextlib.nullcontext(lambda *told: None) as progress:
         found = forecast(
             replace(sweep, tasks=tuple(pending)),
