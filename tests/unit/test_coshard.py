@@ -170,7 +170,7 @@ def test_a_quarter_of_each_layer_at_a_time_takes_at_most_half_of_the_memory():
 def test_knobs_that_make_no_sense_are_refused(specimen, refused):
     graph = specimen[2]
     for knob in ("0", "-1", "2.5", "'two'", "True"):
-        assert "whole number of at least 1" in refused(find(f"coshard({knob})"), graph, 1)
+        assert "whole number of at least 1" in refused(find, f"coshard({knob})")
     sentence = refused(find("coshard(4096)"), graph, 1)
     assert "can be cut into 4096; use fewer parts" in sentence
 
